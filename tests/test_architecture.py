@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("prove",),
     ("diagnose", "checkpoint"),
     ("act",),
-    ("clip", "optim"),
+    ("clip",),
     ("measure", "detect", "decide", "record", "losses", "nn", "scan"),
     ("state", "disk"),
     ("stats",),

@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The programs that publish, imported as they are run: from their own folder."""
-    names = ("tables", "sections", "publish", "story", "machine")
+    names = ("tables", "peer_tables", "sections", "publish", "story", "machine")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -90,6 +90,20 @@ def test_the_readme_is_one_screen_and_a_half(benchmarks: dict[str, ModuleType]) 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"```.*?```|\]\([^)]*\)", "", text, flags=re.DOTALL)
     assert len(text.split()) <= 700
+
+
+def test_a_peer_with_the_better_figure_is_named(benchmarks: dict[str, ModuleType]) -> None:
+    say = benchmarks["peer_tables"].say_who_is_better
+    ours = {"changed": 3, "warned": 1, "apart": 80, "cost": 1.05}
+    other = {"changed": 0, "warned": 2, "apart": 81, "cost": 1.051}
+
+    said = say({"steadygrad Guard": ours, "Other": other})
+
+    assert "fewer healthy trainings changed: Other 0 (Guard 3)" in said
+    assert "more silent errors told apart from their twins: Other 81 (Guard 80)" in said
+    assert "warning" not in said
+    assert "cheaper" not in said
+    assert say({"steadygrad Guard": ours, "Other": ours}) == ""
 
 
 def test_a_page_without_its_marks_is_refused(benchmarks: dict[str, ModuleType]) -> None:

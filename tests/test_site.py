@@ -125,13 +125,15 @@ def test_examples_in_docstrings_are_code_and_not_quotations(site: Path) -> None:
     assert '<span class="gp">&gt;&gt;&gt; </span>' in page
 
 
-@pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate", "deepspeed", "howto/rl-and-gans"])
+@pytest.mark.parametrize(
+    "name", ["lightning", "transformers", "accelerate", "deepspeed", "torchtitan-and-ray", "howto/rl-and-gans"]
+)
 def test_a_framework_page_begins_with_a_few_lines_of_the_users_code(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     first = re.search(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert first is not None
     assert first[1] == "diff"
-    assert first.start() < 200, "before the words"
+    assert first.start() < 50, "before the words"
     assert len(first[2].splitlines()) <= 6
 
 

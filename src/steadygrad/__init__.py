@@ -141,7 +141,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'steadygrad' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
+    globals()[name] = value  # so that this function is not called for it again
     _note_loads()
     return value
 
@@ -152,6 +152,7 @@ def __dir__() -> list[str]:
 
 def _note_loads() -> None:
     """Once torch is there, note which weights a program loads: that happens before it makes a Guard."""
+    # Never imports torch: a process without it pays nothing. None is how a program blocks an import
     if sys.modules.get("torch") is not None and os.environ.get("STEADYGRAD") != "off":
         importlib.import_module("steadygrad.measure.loads").install()
 

@@ -18,15 +18,20 @@ Every message has three beats: what was found, where, and what to do.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from steadygrad.facts import Incident
 
 
 class SteadygradError(Exception):
     """Root of the tree: `except SteadygradError` catches everything that this library raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Past __init__: the default would call it with the finished message, and some take what the message is made of
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(SteadygradError, ValueError):
@@ -87,6 +92,7 @@ class NoCheckpoint(DamagedCheckpoint):
     """A path where there never was a checkpoint."""
 
     def __init__(self, folder: Path, reason: str) -> None:
+        # Past DamagedCheckpoint's message: there is no checkpoint before this one to fall back on
         CheckpointError.__init__(self, f"{folder} is not a checkpoint: {reason}. Give the folder or the file of one.")
         self.folder, self.reason = folder, reason
 

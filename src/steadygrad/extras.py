@@ -14,9 +14,10 @@ def import_extra(extra: str, *modules: str, what: str, error: type[Exception] = 
     'json'
     """
     failure: ImportError | None = None
-    for name in sorted(modules, key=lambda name: name not in sys.modules):
+    for name in sorted(modules, key=lambda name: name not in sys.modules):  # False sorts first; else the given order
         try:
             return importlib.import_module(name)
+        # Also raised by an installed library that is broken, hence its text goes into the message
         except ImportError as failed:
             failure = failure or failed
     raise error(

@@ -48,6 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Called by the import system, which then takes the module from sys.modules."""
+        # The module under its new name, not a copy: isinstance must hold whichever path a class came by
         sys.modules[module.__name__] = importlib.import_module(_rename(module.__name__))
 
 

@@ -79,6 +79,7 @@ class Baseline:
         if self._spread is None:
             centre = median(self._sorted)
             mad, self._split = median_deviation(self._sorted, centre, self._split)
+            # 1e-300: a history of zeros has no spread, and `score` divides by it
             self._spread = max(MAD_TO_SIGMA * mad, self.relative_floor * abs(centre), 1e-300)
         return self._spread
 
@@ -94,6 +95,7 @@ class Baseline:
         """Add `value` to the history unless it is not finite or an outlier; return whether it was added."""
         if not math.isfinite(value):
             return False
+        # Scored against the history without it: one that is admitted first would widen its own spread
         if abs(self.score(value)) > self.outlier_score:
             self._refused.append(value)
             if len(self._refused) < self.patience:
@@ -108,13 +110,14 @@ class Baseline:
         self._values.clear()
         self._sorted.clear()
         self._refused.clear()
-        self._spread = None
+        self._spread = None  # also where `values` is empty: the old spread belongs to no history
         for value in values[-self.window :]:
             self._append(value)
 
     def _append(self, value: float) -> None:
         if len(self._values) == self.window:
             oldest = self._values.popleft()
+            # `_sorted` holds the numbers of `_values` in order; a NaN in it would break every later search
             del self._sorted[bisect.bisect_left(self._sorted, oldest)]
         self._values.append(value)
         bisect.insort(self._sorted, value)
@@ -126,6 +129,7 @@ class Baseline:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the history of `state_dict()`; non-finite values are refused as always."""
+        # The run may go on with a shorter window than it was saved with: only the last values are taken
         self._start_again([float(v) for v in state["values"] if math.isfinite(v)])
         self._refused.extend(float(v) for v in state["refused"] if math.isfinite(v))
 
@@ -152,6 +156,8 @@ def median_deviation(ordered: Sequence[float], centre: float, near: int | None =
     wanted = n // 2 + 1  # so many smallest distances reach the middle one
     last = right + wanted - 1
     least, most = max(0, last + 1 - n), min(right, wanted)
+    # `low` of the `wanted` smallest distances lie left of the centre, the others right of it; the loops move the split
+    # until no distance left out is smaller than one taken in
     low = min(max(wanted // 2 if near is None else near, least), most)
     while low < most and centre - ordered[right - 1 - low] < ordered[last - low] - centre:
         low += 1

@@ -62,4 +62,5 @@ def spell_duration(written: float | None, now: float) -> str:
 
 def make_printable(text: str) -> str:
     """Return the text with every character that could control a terminal escaped."""
+    # Escape sequences in a parameter name or a path could otherwise rewrite the screen of the person who reads the log
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)

@@ -31,11 +31,13 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
 def _load_module(place: str) -> Any:
     if not place.endswith(".py"):
         if os.getcwd() not in sys.path:
+            # Stays there: a module of the user's may import its neighbours later
             sys.path.insert(0, os.getcwd())
         return importlib.import_module(place)
     spec = importlib.util.spec_from_file_location(os.path.basename(place).removesuffix(".py"), place)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Runs the user's file: the name comes from their own settings, never from data or a checkpoint
     spec.loader.exec_module(module)
     return module

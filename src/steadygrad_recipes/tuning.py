@@ -45,6 +45,7 @@ def open_cod(config: Any) -> Target:
     train, val = open_loaders(config, train_set, test_set)
     trainer = CodTrainer(config, tell=_keep_quiet)
     for index in range(1, len(trainer.stages)):
+        # Stage after stage, as in a training: each finds the model as the last one left it
         trainer._prepare(index)
     fields = {
         "lr": Field(path="lr", write=_write_rate(config.lr)),
@@ -100,6 +101,7 @@ def _make_target(
     tunable = Tunable(
         model=trainer.model,
         optimizer=trainer.optimizer,
+        # `compute_loss` reads trainer.model, which is the very model that is tuned
         loss_fn=lambda batch: split_terms(trainer.compute_loss(batch))[0],
         loader=train,
         evaluate=lambda: trainer.evaluate(val)["loss"],

@@ -194,3 +194,37 @@ def test_a_masked_batch_in_sft_gets_the_small_loss(tmp_path: Path) -> None:
     assert safe[0].counts == {"every label is masked": 1}
     assert [i.step for i in callback.guard.incidents if i.finding.kind == "replaced_loss"] == [4]
     assert steps_of(trainer)[4]["loss"] == pytest.approx(1e-6)
+
+
+def reinforce(folder: Path, reward: Any, callback: GuardCallback) -> None:
+    """Train by trl's GRPO with this reward function."""
+    trl = pytest.importorskip("trl")
+    options = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "max_steps": 4}
+    quiet = {"report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    trl.GRPOTrainer(
+        model=make_language_model(eos_token_id=1, bos_token_id=1),
+        reward_funcs=reward,
+        args=trl.GRPOConfig(output_dir=str(folder), **options, **quiet),
+        train_dataset=make_dialogues(),
+        processing_class=make_tokenizer(),
+        callbacks=[callback],
+    ).train()
+
+
+def test_rewards_that_are_all_the_same_bring_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="steadygrad"):
+        reinforce(tmp_path, lambda completions, **_: [1.0] * len(completions), GuardCallback())
+    (message,) = [text for text in caplog.messages if "loss and gradient are exactly 0" in text]
+    assert "rewards differ within a group" in message
+
+
+def test_an_exception_of_the_reward_is_let_through_and_recorded(tmp_path: Path) -> None:
+    def reward(**_: Any) -> list[float]:
+        raise ValueError("the judge does not answer")
+
+    callback = GuardCallback()
+    with pytest.raises(ValueError, match="the judge does not answer"):
+        reinforce(tmp_path, reward, callback)
+    (finding,) = callback.guard.findings
+    assert (finding.kind, finding.step) == ("exception", 0)
+    assert "the judge does not answer" in finding.message

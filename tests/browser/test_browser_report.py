@@ -437,6 +437,23 @@ def test_a_million_points_are_drawn_within_a_frame_and_no_spike_is_lost(watched:
     assert found["near"] == 502
 
 
+def test_a_spike_is_drawn_wherever_it_lies_in_the_part_that_is_shown(watched: Watched, report: str) -> None:
+    page = watched.open(report)
+    script = """() => {
+        const n = 4000, from = 101, to = 3903, lost = [], x = Float64Array.from({ length: n }, (_, i) => i);
+        for (let spike = from; spike <= to; spike++) {
+            const y = new Float64Array(n);
+            y[spike] = 50;
+            y[to + 3] = 99;  // beyond the part, in the block of its end
+            const picked = Series.pick(Series.make(x, y), from, to, 50);
+            const isInOrder = picked.every((at, i) => i === 0 || picked[i - 1] < at);
+            if (!picked.includes(spike) || !isInOrder || picked.length > 4 * 50 + 4) lost.push(spike);
+        }
+        return lost;
+    }"""
+    assert page.evaluate(script) == []
+
+
 def test_a_few_bad_steps_are_marks_in_a_map_and_do_not_cover_it(watched: Watched, tmp_path: Path) -> None:
     directory = open_directory(tmp_path / "run")
     for step in range(400):

@@ -16,6 +16,8 @@ from steadygrad import Guard
 NUM_STEPS = 6
 BAD_STEP = 3
 BAD_RANK = 1
+DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""What an engine imports before it trains; the second compiles, and imports all of inductor for it."""
 
 
 def load_deepspeed() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranked_trainings import (
@@ -286,7 +287,11 @@ def test_ranks_that_run_out_of_data_keep_the_others_company_and_end_with_the_sam
 
 def make_guards_that_differ(kind: str) -> str:
     rank = dist.get_rank()
-    model = nn.Linear(3, 2, bias=kind != "model" or rank == 0)
+    model: nn.Module = nn.Linear(3, 2, bias=kind != "model" or rank == 0)
+    if kind == "order":  # the same names on both
+        model = nn.Module()
+        for name in ("first", "second") if rank == 0 else ("second", "first"):
+            model.register_parameter(name, nn.Parameter(torch.zeros(3)))
     config = GuardConfig(clip=FixedNorm(max_norm=1.0 + rank)) if kind == "config" else GuardConfig()
     try:
         Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)
@@ -298,8 +303,26 @@ def make_guards_that_differ(kind: str) -> str:
 def test_ranks_that_are_not_alike_are_told_on_every_rank_before_the_first_step() -> None:
     for told in run_ranks(make_guards_that_differ, 2, "model"):
         assert told.startswith("2 ranks train together, and the number of parameters of rank 1 differ")
+    for told in run_ranks(make_guards_that_differ, 2, "order"):
+        assert "the names or order of parameters of rank 1 differ" in told
     for told in run_ranks(make_guards_that_differ, 2, "config"):
         assert "the settings of rank 1 differ" in told
+
+
+def make_guards_of_which_some_have_a_run_dir(run_dir: Path, with_one: int) -> str:
+    model = nn.Linear(3, 2)
+    own = run_dir if dist.get_rank() == with_one else None
+    try:
+        Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=own)
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("with_one", [0, 1])
+def test_a_run_dir_on_one_rank_only_is_an_error_on_all(with_one: int, tmp_path: Path) -> None:
+    for told in run_ranks(make_guards_of_which_some_have_a_run_dir, 2, tmp_path / "run", with_one):
+        assert told.startswith(f"rank {with_one} has a run_dir and rank {1 - with_one} has none")
 
 
 def validate_differently() -> tuple[Any, dict[str, Any]]:

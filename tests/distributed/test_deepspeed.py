@@ -10,6 +10,7 @@ import pytest
 import torch
 from deepspeed_trainings import (
     BAD_STEP,
+    DEEPSPEED,
     make_engine,
     make_model,
     mask_labels,
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed (pip install deepspeed)"
 )
 
+PRELOADED = DEEPSPEED
 STAGES = [(1, "fp32", False), (2, "fp32", False), (3, "fp32", False), (2, "bf16", True), (3, "bf16", True)]
 """Stage, precision, and whether the optimizer is offloaded to the host."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_trainings import BAD_RANK, BAD_STEP, NUM_STEPS, load_deepspeed, make_model
+from deepspeed_trainings import BAD_RANK, BAD_STEP, DEEPSPEED, NUM_STEPS, load_deepspeed, make_model
 from ranked_trainings import assert_same, make_batches
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from steadygrad.testing.ranks import run_ranks
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed (pip install deepspeed)"
 )
+PRELOADED = (*DEEPSPEED, "transformers.trainer", "transformers.integrations.deepspeed")
 
 
 def start_accelerate() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from steadygrad import AdaptiveUnitClip, Guard, GuardConfig, UnsupportedError, ZClip
 from steadygrad.config import FixedNorm, MeasureConfig, Policy, SnapshotConfig
+from steadygrad.state.calls import hear_calls, stop_hearing
 from steadygrad.state.shards import take_local
 from steadygrad.testing.ranks import run_ranks
 
@@ -226,3 +227,32 @@ def roll_back_after_evaluation() -> dict[str, Any]:
 def test_a_rollback_after_an_evaluation_leaves_no_gathered_weights_behind() -> None:
     for result in run_ranks(roll_back_after_evaluation, 2):
         assert result == {"rolled_back": 1, "same": True}
+
+
+def hear_a_sharded_module() -> tuple[list[int], list[int]]:
+    """The number of hooks, and of calls heard by two listeners, while these come and go."""
+    model = shard(make_model(), "1d")
+    heard = [0, 0]
+
+    def listen_first(*_: Any) -> None:
+        heard[0] += 1
+
+    def listen_second(*_: Any) -> None:
+        heard[1] += 1
+
+    numbers = []
+    for change, listener in (
+        *((hear_calls, listen_first), (hear_calls, listen_second), (stop_hearing, listen_first)),
+        *((stop_hearing, listen_second), (hear_calls, listen_first), (stop_hearing, listen_first)),
+    ):
+        change(model, listener)
+        numbers.append(len(model._forward_pre_hooks))
+        assert len(model._forward_pre_hooks_with_kwargs) == len(model._forward_pre_hooks)
+        model(torch.zeros(2, 6))
+    return [number - numbers[-1] for number in numbers], heard
+
+
+def test_listeners_to_a_sharded_module_share_a_hook_and_leave_none() -> None:
+    for numbers, heard in run_ranks(hear_a_sharded_module, 2):
+        assert numbers == [1, 1, 1, 0, 1, 0]
+        assert heard == [3, 2]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from multiprocessing import forkserver
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from preloading import RANKS, preload
+from steadygrad.testing.ranks import PRELOADED as IMPORTED
 from steadygrad.testing.ranks import RanksFailed, run_ranks
 
 
@@ -55,3 +60,18 @@ def test_ranks_that_hang_are_ended_and_told_with_the_line_they_stand_at() -> Non
     told = r"(?s)2 of 2 ranks had not ended after 5 seconds.*rank 1 stands at.*wait_for_each_other"
     with pytest.raises(RanksFailed, match=told):
         run_ranks(wait_for_each_other, 2, time_limit_seconds=5)
+
+
+def list_missing(names: list[str]) -> list[str]:
+    return [name for name in names if name not in sys.modules]
+
+
+def count_frozen() -> int:
+    return gc.get_freeze_count()
+
+
+def test_ranks_find_what_they_need_imported_and_those_of_these_tests_find_it_frozen() -> None:
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the next rank starts one, as in a user's tests
+    assert run_ranks(list_missing, 2, IMPORTED) == [[], []]
+    preload(*RANKS)
+    assert min(run_ranks(count_frozen, 2)) > 0

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from ranked_trainings import assert_same, make_batches, state_of
 from test_fsdp import gather, make_model, make_own_batches, shard
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad import Guard, GuardConfig
@@ -137,6 +139,60 @@ def test_a_shard_that_is_not_finite_is_refused_on_all_ranks_and_named(tmp_path: 
         assert refused
         assert "model.0.weight" in messages[-1]
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+class Masked(nn.Module):
+    """Has two masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.register_buffer("first", torch.zeros(4))
+        self.register_buffer("second", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def save_cleaned(run_dir: Path, kind: str) -> tuple[dict[str, int], dict[str, Any]]:
+    torch.manual_seed(0)
+    inner = Masked()
+    if kind == "fsdp":
+        model: nn.Module = fully_shard(inner, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = DistributedDataParallel(inner, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    config = GuardConfig(checkpoint=CheckpointConfig(clean=True, clean_value=0.5))
+    guard = Guard(model, optimizer, config=config, run_dir=run_dir)
+    guard.step(lambda x: model(x).square().mean(), torch.randn(8, 4))
+    if dist.get_rank() == 0:
+        inner.first.fill_(-torch.inf)
+        inner.second.fill_(-torch.inf)
+    if kind == "ddp" or dist.get_rank() == 1:
+        take_local(inner.inner.weight).data[-1, 0] = torch.nan
+    saved = guard.save()
+    assert saved is not None
+    assert saved.error is None
+    cleaned = guard.checkpoints.list()[0].cleaned
+    with torch.no_grad():
+        take_local(inner.inner.weight).fill_(3.0)
+        inner.first.fill_(7.0)
+    guard.resume()
+    whole = inner.inner.weight
+    weight = whole.full_tensor() if kind == "fsdp" else whole  # type: ignore[operator]
+    return cleaned, {"weight": weight.detach().clone(), "first": inner.first.clone(), "rank": dist.get_rank()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_cleaning_replaces_values_on_all_ranks_and_leaves_the_mask_of_one_of_them_alone(
+    tmp_path: Path, kind: str
+) -> None:
+    for cleaned, state in run_ranks(save_cleaned, 2, tmp_path / "run", kind):
+        assert cleaned == {"model.inner.weight": 1}
+        assert state["weight"][1, 0] == 0.5
+        assert (state["weight"].isfinite() & (state["weight"] != 3.0)).all()
+        assert torch.equal(state["first"], torch.full((4,), -torch.inf if state["rank"] == 0 else 0.0))
 
 
 def die_while_saving(run_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import threading
@@ -18,10 +19,14 @@ from ranked_trainings import Training, assert_alike, assert_same, make_batches, 
 from test_fsdp import gather, make_model, make_own_batches, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
-from steadygrad import Guard, GuardConfig, NonFiniteError
+from steadygrad import Guard, GuardConfig, NonFiniteError, UsageError
 from steadygrad.config import MeasureConfig
-from steadygrad.facts import Action
+from steadygrad.facts import Action, ParameterScan, Severity
+from steadygrad.measure.ranks import find_ranks
+from steadygrad.measure.states import ParameterWatch
+from steadygrad.state.trained_parameters import find_trained_parameters
 from steadygrad.testing import poison_gradient
 from steadygrad.testing.ranks import run_ranks
 
@@ -144,6 +149,73 @@ def test_a_model_that_nobody_wrapped_is_guarded_on_all_ranks_together() -> None:
     assert results[0]["skipped"] == 1
 
 
+def step_without_gradients(num_bare: int, on_nonfinite: Action) -> dict[str, Any]:
+    """The last ranks compute no gradient in the second step; the program catches the error and goes on."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    guard = Guard(model, optimizer, config=GuardConfig(on_nonfinite=on_nonfinite))
+    errors, norms = [], []
+    for step, (x, y) in enumerate(make_batches(4)):
+        loss = nn.functional.cross_entropy(model(x), y)
+        if step != 1 or dist.get_rank() < dist.get_world_size() - num_bare:
+            loss.backward()
+        try:
+            guard.step()
+            assert guard.last is not None
+            norms.append(guard.last.grad_norm)
+        except UsageError as error:
+            errors.append((step, str(error)))
+        optimizer.zero_grad()
+    return {"errors": errors, "norms": norms}
+
+
+@pytest.mark.parametrize("on_nonfinite", [Action.SKIP, Action.SANITIZE])
+@pytest.mark.parametrize(("num_bare", "named"), [(1, "on rank 1."), (2, "on rank 0, rank 1.")])
+def test_a_rank_without_gradients_is_an_error_that_names_it_on_all(
+    num_bare: int, named: str, on_nonfinite: Action
+) -> None:
+    first, second = run_ranks(step_without_gradients, 2, num_bare, on_nonfinite)
+    assert first == second, "the exchanges of later steps belong together"
+    ((step, text),) = first["errors"]
+    assert step == 1
+    assert named in text
+    assert len(first["norms"]) == 3
+
+
+class Brittle(torch.Tensor):
+    """A tensor that cannot be read while `is_broken`."""
+
+    is_broken = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if cls.is_broken:
+            raise RuntimeError(f"{func.__name__} of a brittle tensor")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def scan_weights() -> list[ParameterScan]:
+    """The second scan fails on rank 1 alone."""
+    model = make_model()
+    model.register_buffer("brittle", torch.ones(3).as_subclass(Brittle))
+    trained = find_trained_parameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    watch = ParameterWatch(trained, ranks=find_ranks(model, trained.named))
+    scans = [watch.scan(-1)]
+    for step in range(3):
+        Brittle.is_broken = step == 0 and dist.get_rank() == 1
+        pending = watch.begin()
+        Brittle.is_broken = False
+        scans.append(pending.read(step))
+    return scans
+
+
+def test_a_scan_that_fails_on_one_rank_counts_as_none_on_all_and_no_rank_waits() -> None:
+    first, second = run_ranks(scan_weights, 2)
+    assert first == second
+    assert [bool(scan.norms) for scan in first] == [True, False, True, True]
+    assert [scan.num_changed for scan in first] == [0, 0, 0, 0]
+
+
 def unfreeze_later() -> dict[str, Any]:
     """A layer that joins the optimizer in the middle of a run, in shards."""
     model = shard(make_model(), "1d")
@@ -216,3 +288,72 @@ def drop_guarded_model(run_dir: Path) -> list[str]:
 
 def test_a_model_whose_guard_was_not_closed_is_freed_where_it_is_dropped(tmp_path: Path) -> None:
     assert run_ranks(drop_guarded_model, 2, tmp_path / "run") == [["MainThread"], ["MainThread"]]
+
+
+def find_kinds(guard: Guard) -> list[str]:
+    guard.flush()
+    return [finding.kind for finding in guard.findings if finding.severity is not Severity.INFO]
+
+
+def prune_and_train() -> list[str]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 32, bias=False), nn.Linear(32, 32, bias=False), nn.Linear(32, 1, bias=False)]
+    model = DistributedDataParallel(nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]))
+    guard = Guard(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(110):
+        if step == 50:
+            for layer in layers[:2]:
+                prune.ln_structured(layer, "weight", amount=0.9, n=2, dim=0)
+        x = torch.randn(32, 8, generator=generator)
+        guard.step(lambda x: (model(x) - x.sum(1, keepdim=True)).square().mean(), x)
+    return find_kinds(guard)
+
+
+def test_weights_that_the_program_prunes_on_all_ranks_are_not_called_dead() -> None:
+    assert run_ranks(prune_and_train, 2) == [[], []]
+
+
+def grow_until_not_finite(in_batch: bool) -> list[str]:
+    model = DistributedDataParallel(make_model())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-12))
+    for step, (x, y) in enumerate(make_own_batches("1d", 6)):
+        factor = 100.0**step
+        if step == 4 and dist.get_rank() == 1:
+            if in_batch:
+                x[0] = math.nan
+            else:
+                factor = math.nan
+        guard.step(lambda x, y: factor * nn.functional.cross_entropy(model(x), y), x, y)  # noqa: B023
+    return find_kinds(guard)
+
+
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_a_batch_that_is_bad_on_one_rank_is_no_ruin_by_the_learning_rate_on_any(in_batch: bool) -> None:
+    for kinds in run_ranks(grow_until_not_finite, 2, in_batch):
+        assert "nonfinite_loss" in kinds
+        assert ("rate_too_high" in kinds) is not in_batch
+
+
+def validate_in_train_mode(folder: Path) -> list[list[str]]:
+    """Two starts of one run."""
+    told = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3))
+        model = DistributedDataParallel(inner)
+        guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.01), run_dir=folder)
+        guard.resume()
+        for step, (x, y) in enumerate(make_batches(12)):
+            guard.step(lambda x, y, model=model: nn.functional.cross_entropy(model(x), y), x, y)
+            if step % 6 == 2:
+                with torch.no_grad():
+                    guard.validate(nn.functional.cross_entropy(inner(x), y))
+        told.append(find_kinds(guard))
+        guard.save()
+        guard.close()
+    return told
+
+
+def test_a_validation_in_train_mode_is_reported_on_several_ranks_and_once_over_a_resume(tmp_path: Path) -> None:
+    assert run_ranks(validate_in_train_mode, 2, tmp_path) == [[["train_mode_validation"], []]] * 2

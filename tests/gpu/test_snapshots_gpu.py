@@ -15,6 +15,7 @@ from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.config import SnapshotConfig
+from steadygrad.state.collect import Source
 from steadygrad.state.random_state import capture_random, restore_random
 
 pytestmark = [
@@ -225,7 +226,7 @@ def test_memory_is_pinned_beside_a_cuda_graph_that_is_being_recorded() -> None:
         memory._finish()
     graph.replay()
     torch.testing.assert_close(y, x @ x)
-    hosts = memory.make_room([torch.empty(8 << 20, dtype=torch.uint8)] * 4)
+    hosts = memory.make_room([Source(torch.empty(8 << 20, dtype=torch.uint8), late=False)] * 4)
     assert all(host.is_pinned() for host in hosts)
 
 

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from healthy.catalogue import SCENARIOS
+from healthy.catalogue import FAMILIES, SCENARIOS
 from healthy.scenario import Ending
 from steadygrad import GuardConfig
 
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 
 SEEDS = range(int(os.environ.get("STEADYGRAD_TEST_SEEDS", "1")))
 RUNS = [(name, seed) for name in SCENARIOS for seed in SEEDS]
+QUICK = {name for family in FAMILIES for name in [s.name for s in SCENARIOS.values() if s.family == family][-1:]}
+"""One of each family; the others are slow tests."""
 MOST_WARNED = 0.07
 """Share of healthy runs that may have a finding of severity warning or worse. This corpus is made to provoke them, and
 ten of its runs have one: a step that cannot be run again, where an exploding loss is reported without proof, or a step
@@ -35,7 +37,9 @@ def train_guarded(name: str, seed: int) -> Ending:
     return SCENARIOS[name].train(seed=seed, config=GuardConfig(clip=None))
 
 
-@pytest.mark.parametrize(("name", "seed"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "seed"), [pytest.param(*run, marks=() if run[0] in QUICK else pytest.mark.slow) for run in RUNS]
+)
 def test_a_healthy_training_is_left_alone(name: str, seed: int) -> None:
     plain, guarded = train_plain(name, seed), train_guarded(name, seed)
 
@@ -45,6 +49,7 @@ def test_a_healthy_training_is_left_alone(name: str, seed: int) -> None:
     assert guarded.compare(plain) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # alone, without the runs of the tests above, it takes as long as all of them
 def test_few_healthy_trainings_get_a_warning() -> None:
     warned = {f"{name}, seed {seed}": train_guarded(name, seed).warnings for name, seed in RUNS}

@@ -29,6 +29,9 @@ from steadygrad_recipes.seo.program import build_model
 from steadygrad_recipes.seo.synthetic import make_rows
 from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
 
+RARELY = 1000
+"""Steps between two checkpoints, where none is needed before the end of an epoch."""
+
 
 class Crash(Exception):
     """The process is gone."""
@@ -48,12 +51,16 @@ def train_recipe(
 
     `bad_step`: rank 1 gets NaN in that step; `crash_at`: the training ends there, after a checkpoint.
     """
+    saves = crash_at is not None or resume  # in the middle of an epoch; most of a small training's time
     if name in FRAMEWORKS:
         assert run_dir is not None
         if count_ranks() > 1:  # as torchrun sets them
             os.environ |= {"LOCAL_WORLD_SIZE": str(count_ranks()), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-        return FRAMEWORKS[name](run_dir=run_dir, joined=joined, bad_step=bad_step, crash_at=crash_at, resume=resume)
-    trainer, loaders = MAKERS[name](run_dir, strategy, joined)
+        more = {"strategy": strategy} if strategy != "ddp" else {}
+        return FRAMEWORKS[name](
+            run_dir=run_dir, joined=joined, bad_step=bad_step, crash_at=crash_at, resume=resume, saves=saves, **more
+        )
+    trainer, loaders = MAKERS[name](run_dir, strategy, joined, saves)
     if bad_step is not None or crash_at is not None:
         _interfere(trainer, bad_step, crash_at)
     if resume:
@@ -105,21 +112,21 @@ def seo_rows() -> list[Any]:
     return rows
 
 
-def make_seo(run_dir: Path | None, strategy: str, joined: int) -> Any:
+def make_seo(run_dir: Path | None, strategy: str, joined: int, saves: bool) -> Any:
     config = UltraOptimizedConfig(
         device="cpu", hidden=16, num_layers=2, text_dim=8, num_buckets=64, max_words=16, batch_size=8 * joined,
-        dropout=0.0, epochs=2, strategy=strategy, save_every=2, ema_decay=0.5,
+        dropout=0.0, epochs=2, strategy=strategy, save_every=2 if saves else RARELY, ema_decay=0.5,
     )  # fmt: skip
     data = split_data(seo_rows(), [], config, seed=0)
     trainer = UltraOptimizedSEOTrainer(build_model(config, data), config, run_dir=run_dir, tell=lambda _: None)
     return trainer, data.make_loaders(config.batch_size)
 
 
-def make_cod(run_dir: Path | None, strategy: str, joined: int) -> Any:
+def make_cod(run_dir: Path | None, strategy: str, joined: int, saves: bool) -> Any:
     config = CodConfig(
         device="cpu", model_size="tiny", image_size=64, num_made=16, batch_size=2 * joined, accumulation_steps=2,
         epochs=2, stage1_epochs=1, lr=0.002, mirror=False, num_pictures=0, ema_decay=0.5, strategy=strategy,
-        save_every=1, precision="fp32",
+        save_every=1 if saves else RARELY, precision="fp32",
     )  # fmt: skip
     trainer = CodTrainer(config, run_dir=run_dir, tell=lambda _: None)
     trainer.bare_model.keep_statistics = True  # as with trained weights: statistics of a rank's own batch would differ
@@ -139,10 +146,10 @@ class SteadyMMDiT(MMDiTTrainer):
         return Hidden(**{name: torch.cat([getattr(row, name) for row in rows]) for name in vars(rows[0])})
 
 
-def make_mmdit(run_dir: Path | None, strategy: str, joined: int) -> Any:
+def make_mmdit(run_dir: Path | None, strategy: str, joined: int, saves: bool) -> Any:
     training = TrainingConfig(
         epochs=2, train_batch_size=4 * joined, gradient_accumulation_steps=1, warmup_steps=2, dtype="fp32",
-        device="cpu", strategy=strategy, save_every=2,
+        device="cpu", strategy=strategy, save_every=2 if saves else RARELY,
     )  # fmt: skip
     config = MMDiTConfig(
         data=DataConfig(num_synthetic=36),
@@ -165,10 +172,12 @@ def make_mmdit(run_dir: Path | None, strategy: str, joined: int) -> Any:
 def train_clip6d(
     *,
     run_dir: Path,
+    strategy: str = "ddp",
     joined: int = 1,
     bad_step: int | None = None,
     crash_at: int | None = None,
     resume: bool = False,
+    saves: bool = True,
 ) -> dict[str, Any]:
     """The same of clip6d, under Lightning's Trainer."""
     from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
@@ -180,8 +189,8 @@ def train_clip6d(
     )  # fmt: skip
     config = Clip6dConfig(
         modalities=("image", "en", "vector"), batch_size=4 * joined, epochs=2, num_synthetic=24, val_share=0.3,
-        warmup_steps=1, learning_rate=1e-3, save_every=1, keep_last=9, threads=1, device="cpu", model=sizes,
-        enable_gradient_monitoring=False,
+        warmup_steps=1, learning_rate=1e-3, save_every=1 if saves else RARELY, keep_last=9, threads=1, device="cpu",
+        model=sizes, enable_gradient_monitoring=False, strategy=strategy,
     )  # fmt: skip
     corpus = open_corpus(config, run_dir, Silence())
     module = build_module(config, corpus)
@@ -202,7 +211,7 @@ def train_clip6d(
     assert saver.guard is not None
     stats = saver.guard.stats()
     return {
-        "weights": detach(module.state_dict()),
+        "weights": detach(gather_shards(module.state_dict())),
         "averaged": {},
         "num_steps": stats["num_steps"],
         "num_skipped": stats["num_skipped"],
@@ -218,6 +227,7 @@ def train_sft(
     bad_step: int | None = None,
     crash_at: int | None = None,
     resume: bool = False,
+    saves: bool = True,
 ) -> dict[str, Any]:
     """The same of sft, under transformers' Trainer."""
     from steadygrad_recipes.sft import fine_tune
@@ -225,8 +235,8 @@ def train_sft(
 
     config = SftConfig(
         num_synthetic=36, largest_amount=9, epochs=2, batch_size=4 * joined, warmup_steps=2, max_length=48,
-        max_new_tokens=4, num_answers=4, save_every=1, keep_last=9, lora_rank=4, use_cpu=True, safe_loss=False,
-        tiny=TinyModel(width=16, num_layers=1, num_heads=2), log_every=1,
+        max_new_tokens=4, num_answers=4, save_every=1 if saves else RARELY, keep_last=9, lora_rank=4, use_cpu=True,
+        safe_loss=False, tiny=TinyModel(width=16, num_layers=1, num_heads=2), log_every=1,
     )  # fmt: skip
     compute_loss = fine_tune.SftTrainer.compute_loss
 

@@ -16,6 +16,7 @@ from PIL import Image
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
 from steadygrad_recipes.clip6d.data import CaptionDataset, CaptionLoader, read_corpus
+from steadygrad_recipes.clip6d.evaluate import without_trace
 from steadygrad_recipes.clip6d.fit import open_corpus
 from steadygrad_recipes.clip6d.neighbours import find_captions
 from steadygrad_recipes.clip6d.retrieval import list_pairs, measure_recall, rank_matches
@@ -174,6 +175,9 @@ def test_vectors_that_do_not_fit_their_ids_are_refused(tmp_path: Path) -> None:
     numpy.savez(tmp_path / "vectors.npz", ids=numpy.arange(11), vectors=numpy.ones((12, 5)))
     with pytest.raises(UsageError, match=r"ids \[11\] and vectors \[12, 5\] do not fit"):
         read_corpus(small(modalities=("image", "vector")), tmp_path)
+    numpy.savez(tmp_path / "vectors.npz", names=numpy.arange(12), vectors=numpy.ones((12, 5)))
+    with pytest.raises(UsageError, match=r"has names, vectors, not ids and vectors"):
+        read_corpus(small(modalities=("image", "vector")), tmp_path)
     (tmp_path / "vectors.npz").unlink()
     with pytest.raises(UsageError, match=r"has neither vectors\.safetensors nor vectors\.npz"):
         read_corpus(small(modalities=("image", "vector")), tmp_path)
@@ -328,3 +332,12 @@ def test_neighbours_are_told_once_each_and_a_picture_that_is_not_there_is_no_tex
     assert sorted((name, text) for name, _, text in told) == [(n, f"{n} {i}") for n in ("de", "en") for i in (0, 1)]
     with pytest.raises(UsageError, match=r"there is no picture 30\.jpg\. Give the path of an image, or a text\."):
         find_captions(config, "30.jpg", run_dir=tmp_path / "run", console=console)
+
+
+def test_an_evaluation_leaves_every_part_in_its_mode() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Dropout()))
+    module[1].eval()
+    before = [part.training for part in module.modules()]
+    with without_trace(module):
+        assert not any(part.training for part in module.modules())
+    assert [part.training for part in module.modules()] == before

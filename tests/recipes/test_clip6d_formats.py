@@ -67,6 +67,11 @@ def test_training_on_a_tar_and_zero_shot_accuracy_of_a_folder(
     assert main(["train", "clip6d", "--predict", str(tmp_path / "classes"), *run]) == 0
     assert "Zero-shot accuracy" in capsys.readouterr().out
 
+    unreadable = tmp_path / "classes" / next(iter(COLOURS))
+    (unreadable / "a.png").write_bytes(b"no picture")
+    assert main(["train", "clip6d", "--predict", str(tmp_path / "classes"), *run]) == 2
+    assert f"{unreadable} has no picture that can be read" in capsys.readouterr().err
+
 
 def test_parquet_as_datasets_writes_pictures(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")

@@ -105,10 +105,19 @@ def test_the_losses_are_held_at_100() -> None:
     assert JointLoss(plain)(far, torch.full((4, 3, 8), 1e5), hidden)["latent_loss"] == 100.0
 
 
-def test_a_nan_is_not_hidden_by_the_ceiling() -> None:
-    prediction = torch.full((4, 3, 8), math.nan)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_nan_is_not_hidden_by_the_ceiling_which_takes_no_gradient_from_it(normalize: bool) -> None:
+    prediction = torch.randn(4, 3, 8)
+    prediction[0, 0, 0] = math.nan
+    prediction.requires_grad_()
 
-    assert JointLoss(LossConfig())(torch.randn(4, 6, 11), prediction, make_hidden())["loss"].isnan()
+    found = JointLoss(LossConfig(normalize_latents=normalize))(torch.randn(4, 6, 11), prediction, make_hidden())
+    found["loss"].backward()
+
+    assert found["loss"].isnan()
+    assert prediction.grad is not None
+    assert prediction.grad[0, 0, 0].isnan()
+    assert prediction.grad[1:].all()
 
 
 # --- diffusion ----------------------------------------------------------------------------------------------------

@@ -170,7 +170,10 @@ def test_too_few_pages_are_told(tmp_path: Path) -> None:
         load_data(UltraOptimizedConfig(data=str(table)))
 
 
-@pytest.mark.parametrize(("name", "value"), [("val_share", 1.0), ("dropout", 1.0), ("hidden", 0), ("use_amp", "yes")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("val_share", 1.0), ("dropout", 1.0), ("hidden", 0), ("num_buckets", 1), ("use_amp", "yes")],
+)
 def test_a_setting_that_cannot_be_meant_is_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"UltraOptimizedConfig.{name} must"):
         UltraOptimizedConfig(**{name: value})  # type: ignore[arg-type]

@@ -267,7 +267,8 @@ def test_in_a_format_with_the_range_nothing_overflows(
 ) -> None:
     guarded, _ = fine_tune(tmp_path, **overflowing, **better, max_steps=40, num_answers=1)
     assert guarded.callback is not None
-    assert not guarded.callback.guard.incidents
+    kinds = {incident.finding.kind for incident in guarded.callback.guard.incidents}
+    assert not kinds - {"no_better_than_guessing"}, "40 steps teach it little"
     assert guarded.callback.guard.stats()["num_skipped"] == 0
 
 

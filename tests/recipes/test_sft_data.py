@@ -17,7 +17,7 @@ from steadygrad_recipes.sft.data import Example, make_examples, parse_row, read_
 
 pytest.importorskip("transformers")
 from steadygrad_recipes.sft.checkpoints import find_checkpoint, find_damage, write_seal
-from steadygrad_recipes.sft.metrics import is_right, parse_answer, score, score_commonest
+from steadygrad_recipes.sft.metrics import answer, is_right, parse_answer, score, score_commonest
 from steadygrad_recipes.sft.model import add_lora, load_folder, make_model, make_tokenizer
 from steadygrad_recipes.sft.rows import EpochSampler, Padder, encode, encode_all, has_labels
 
@@ -317,6 +317,15 @@ def test_only_lora_matrices_are_trained_and_a_wrong_target_is_told(tokenizer: An
     assert all("lora_" in name and "q_proj" in name for name in trained)
 
 
+def test_answering_leaves_every_part_in_its_mode(tokenizer: Any) -> None:
+    model = make_model(TinyModel(width=16, num_heads=2), tokenizer, 32, 0)
+    model.train()
+    list(model.children())[-1].eval()
+    before = [part.training for part in model.modules()]
+    answer(model, tokenizer, ROWS[:2], max_new_tokens=1)
+    assert [part.training for part in model.modules()] == before
+
+
 # --- seals ----------------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +352,13 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_told(tmp_path
     ]
     assert find_damage(first) is None
     assert find_checkpoint(first, told.append) == first
+
+
+@pytest.mark.parametrize("content", ["[]", "1", "null", '{"optimizer.pt": 7}', '{"optimizer.pt": [7]}', "{", "\udcff"])
+def test_a_seal_that_is_no_list_of_files_is_damaged(tmp_path: Path, content: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, 1)
+    (checkpoint / "seal.json").write_text(content, errors="surrogateescape")
+    assert find_damage(checkpoint) == "its seal.json is damaged"
 
 
 def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:

@@ -46,6 +46,16 @@ def test_a_json_array_and_one_inside_an_object(tmp_path: Path) -> None:
         assert read_file(path) == WANTED
 
 
+@pytest.mark.parametrize("kind", ["messages", "sharegpt", "question"])
+def test_a_json_object_that_is_one_row(tmp_path: Path, kind: str) -> None:
+    row, wanted = KINDS[kind]
+    path = tmp_path / "row.json"
+    path.write_text(json.dumps({"id": 1, **row}))
+    assert read_file(path) == [wanted]
+    path.write_text(json.dumps({"conversations": [row, row]}))
+    assert read_file(path) == [wanted, wanted]
+
+
 def test_csv_and_tsv(tmp_path: Path) -> None:
     for ending, delimiter in (("csv", ","), ("tsv", "\t")):
         path = tmp_path / f"rows.{ending}"

@@ -17,6 +17,7 @@ from steadygrad import UsageError
 from steadygrad.cli import main
 from steadygrad.cli.recipe_config import Source, flatten, nest
 from steadygrad.cli.recipe_fields import FieldCommand, check_value, list_fields, spell_value
+from steadygrad.cli.recipe_folder import remember_settings
 from steadygrad.cli.recipes import Recipe, list_recipes
 from steadygrad.cli.train import Request, make_config
 from steadygrad_recipes import seo
@@ -422,6 +423,37 @@ def test_a_resume_that_cannot_begin_leaves_the_settings_as_they_were(finished: P
     assert main(["train", "seo", "--resume", str(finished), "--data", "nowhere"]) == 2
 
     assert (finished / "recipe.json").read_text() == before
+
+
+def fail(run: Path, epochs: int, error: BaseException, **written: str) -> None:
+    """A training that ends with this error after it has written these files."""
+    with remember_settings(run, "seo", {"epochs": epochs}):
+        for name, text in written.items():
+            (run / f"{name}.jsonl").write_text(text)
+        raise error
+
+
+@pytest.mark.parametrize("error", [UsageError("no data"), RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("trains", [False, True])
+def test_settings_are_those_of_the_steps_on_disk_whatever_ends_a_resume(
+    tmp_path: Path, error: BaseException, trains: bool
+) -> None:
+    (tmp_path / "steps.jsonl").write_text('{"step":0}\n')
+    with remember_settings(tmp_path, "seo", {"epochs": 1}):
+        pass
+
+    with pytest.raises(type(error)):
+        fail(tmp_path, 2, error, **({"steps": '{"step":0}\n{"step":1}\n'} if trains else {}))
+
+    assert json.loads((tmp_path / "recipe.json").read_text())["config"] == {"epochs": 2 if trains else 1}
+
+
+def test_a_new_run_that_crashes_in_its_first_step_keeps_what_was_recorded_of_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError):
+        fail(run, 2, RuntimeError("probability tensor contains nan"), incidents="{}\n")
+
+    assert sorted(path.name for path in run.iterdir()) == ["incidents.jsonl", "recipe.json"]
 
 
 def test_the_best_checkpoint_can_be_resumed_from(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from steadygrad.tune.search import Search
 from steadygrad.tune.settings import Settings
 from steadygrad.tune.space import Space
 from steadygrad.tune.storage import open_study
-from steadygrad.tune.target import Target
+from steadygrad.tune.target import Target, open_script
 from steadygrad.tune.trial import Report, TrialResult, set_optimizers
 from steadygrad.tune.tuning import Tuned, Tuning
 
@@ -414,6 +414,17 @@ def test_without_optuna_a_search_says_what_to_install(
     assert "pip install 'steadygrad[tune]'" in told.err
     assert "Range test" not in told.out, "it is told before anything is tried"
     assert main(["tune", f"{script}:make", "--run-dir", "other", "--steps", "12"]) == 0, "the range test needs none"
+
+
+def test_a_script_that_changes_the_path_keeps_its_entries_and_ours_goes(tmp_path: Path) -> None:
+    before = list(sys.path)
+    (tmp_path / "changing.py").write_text(f"import sys\nsys.path.insert(0, 'first of its own')\n{SCRIPT}")
+    try:
+        open_script(f"{tmp_path}/changing.py:make")
+        assert sys.path == ["first of its own", *before]
+    finally:
+        sys.path[:] = before
+        sys.modules.pop("changing", None)
 
 
 def test_wrong_input_is_told_with_where_and_what_to_do(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from program_cases import CASES, HEALTHY
 from torch import nn
 
+from forks import start_forked
 from steadygrad import Finding, Guard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,9 +75,9 @@ def test_a_healthy_program_that_looks_like_one_is_left_alone(name: str) -> None:
 @pytest.mark.parametrize("name", BY_SCRIPT)
 @pytest.mark.parametrize("which", ["bug", "healthy"])
 def test_a_plain_script_is_judged_alike(name: str, which: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "steadygrad", "run", "--run-dir", "r", program_cases.__file__, name, which]
+    command = ["run", "--run-dir", "r", program_cases.__file__, name, which]
 
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = start_forked(f"import sys, steadygrad.cli\nsys.exit(steadygrad.cli.main({command}))", folder=tmp_path).wait()
 
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line)["finding"] for path in tmp_path.rglob("incidents.jsonl") for line in path.open()]

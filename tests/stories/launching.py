@@ -6,7 +6,6 @@ Python's fork server imports them; each run is a fork of it, and sees a fresh in
 from __future__ import annotations
 
 import atexit
-import functools
 import multiprocessing
 import os
 import sys
@@ -14,10 +13,11 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from preloading import preload
 
 PRELOADED = [
     "torch._dynamo.convert_frame",
@@ -83,12 +83,9 @@ def _fork(folder: Path, command: list[str] | None, target: list[str], environmen
     return Running(folder, process)
 
 
-@functools.cache
 def _server() -> ForkServerContext:
-    forkserver._forkserver._stop()  # one that `run_ranks` has started knows no framework
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+    preload(*PRELOADED)
+    return multiprocessing.get_context("forkserver")
 
 
 def _become(folder: Path, command: list[str] | None, target: list[str], environment: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from launching import run_plainly
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -62,8 +63,10 @@ def run(*arguments: str, cwd: Path) -> str:
 def test_a_program_survives_its_fault(name: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS.get(name, "torch"))
 
-    printed = run(str(EXAMPLES / name), cwd=tmp_path)
+    done = run_plainly(tmp_path, str(EXAMPLES / name))
+    printed = done.out + done.err
 
+    assert done.code == 0, printed
     assert [text for text in PRINTS[name] if text not in printed] == [], printed
 
 

@@ -183,3 +183,94 @@ def test_os_exit_hides_neither_that_nothing_was_guarded_nor_the_exit_code_that_w
     assert "NOTHING WAS GUARDED: the script made no torch.optim.Optimizer" in nothing.err
 
     assert run(tmp_path / "bad", BAD + "import os\nos._exit(0)\n", "--fail-on", "error").code == 1
+
+
+RAISES = """
+import torch
+torch.manual_seed(0)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return torch.sigmoid(super().forward(x.log()))
+
+model = Net(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(10):
+    x = torch.rand(8, 4) + 0.1
+    if step == 5:
+        x[3] = -1.0
+    out = model(x)
+    BAD
+    loss = torch.nn.functional.binary_cross_entropy(out, torch.ones(8, 1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_nan_that_shows_as_an_error_of_the_next_function_is_traced_to_its_line(tmp_path: Path) -> None:
+    done = run(tmp_path, RAISES.replace("BAD", "pass"))
+
+    assert done.code == 1
+    traceback, _, rest = done.err.partition("RuntimeError: all elements of input should be between 0 and 1\n")
+    assert "Traceback" in traceback
+    assert "step 5: the step raised RuntimeError: all elements of input" in rest
+    assert "born in aten.log" in rest
+    assert "train.py:7" in rest.splitlines()[-1]
+    assert "1 of 8 in the batch (index 3)" in rest
+
+
+def test_an_error_that_has_nothing_to_do_with_numbers_is_left_to_its_traceback(tmp_path: Path) -> None:
+    done = run(tmp_path, RAISES.replace("BAD", "{}['key'] if step == 4 else None"))
+
+    assert done.code == 1
+    assert done.err.splitlines()[-1] == "steadygrad: AdamW: 4 steps, 0 skipped, no incident; steadygrad report run"
+
+
+def test_an_optimizer_whose_inner_one_is_guarded_is_not_called_unguarded(tmp_path: Path) -> None:
+    """SAM steps an optimizer of its own on the same parameters, and keeps a state of its own."""
+    text = """
+import torch
+
+class Sharp(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.clone()
+        self.inner.step()
+
+model = torch.nn.Linear(4, 1)
+optimizer = Sharp(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.second_step()
+"""
+    assert run(tmp_path, text).err.splitlines() == [
+        "steadygrad: guarding SGD (2 tensors, 5) of Linear; record in run",
+        "steadygrad: SGD: 3 steps, 0 skipped, no incident; steadygrad report run",
+    ]
+
+
+def test_a_loss_that_rises_slowly_is_not_an_incident(tmp_path: Path) -> None:
+    """Without a proof it cannot be known whether it is meant to: here the noise of the targets grows."""
+    text = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-1)
+for step in range(300):
+    x = torch.randn(64, 4)
+    noise = (1.0 + step / 200) * torch.randn(64, 1)
+    loss = (model(x) - x.sum(1, keepdim=True) - noise).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    done = run(tmp_path, text, "--fail-on", "warning")
+
+    assert (done.code, len(done.err.splitlines())) == (0, 2), done.err

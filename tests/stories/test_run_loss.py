@@ -144,3 +144,27 @@ def test_looking_for_the_line_changes_no_bit(text: str, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     mine, theirs = (torch.load(tmp_path / name / "w.pt", weights_only=True) for name in ("observed", "plain"))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+BAD_RATE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(12):
+    optimizer.param_groups[0]["lr"] = float("nan") if step == 6 else 1e-2
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+assert all(p.isfinite().all() for p in model.parameters())
+"""
+
+
+def test_a_step_with_a_learning_rate_of_nan_is_skipped_and_the_rate_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BAD_RATE)
+    done = run_guarded(tmp_path, str(tmp_path / "train.py"))
+
+    assert done.code == 0, done.err
+    assert "step 6: the learning rate of parameter group 0 is NaN" in done.err

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, run_guarded
+from launching import SCRIPTS, Done, run_guarded, start, start_command
 
 TRAINING = """
 import sys
@@ -80,12 +80,12 @@ def test_a_process_that_the_script_starts_is_guarded(starter: str, tmp_path: Pat
     (tmp_path / "training.py").write_text(TRAINING)
     (tmp_path / "train.py").write_text("from training import train\ntrain()\n")
     (tmp_path / "start.py").write_text(starter)
-    done = run(tmp_path, "-m", "steadygrad", "run", "--run-dir", "run", "start.py")
+    done = run_guarded(tmp_path, str(tmp_path / "start.py"))
 
-    assert done.returncode == 0, done.stderr
-    assert "finite: True" in done.stdout
+    assert done.code == 0, done.err
+    assert "finite: True" in done.out
     assert skipped_steps(tmp_path / "run" / "process-1") == [5]
-    assert "NOTHING" not in done.stderr
+    assert "NOTHING" not in done.err
 
 
 def test_a_sitecustomize_of_the_environment_still_runs_in_started_processes(tmp_path: Path) -> None:
@@ -98,13 +98,24 @@ def test_a_sitecustomize_of_the_environment_still_runs_in_started_processes(tmp_
     assert done.stdout.split() == ["customized", "customized", "1"]
 
 
+def test_a_process_whose_own_sitecustomize_fails_is_guarded_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("raise ValueError('of the environment')\n")
+    asks = "import sys; print('steadygrad.adapters.scripts.children' in sys.modules)"
+    (tmp_path / "start.py").write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {asks!r}])\n")
+    paths = os.pathsep.join([str(tmp_path / "own"), os.environ.get("PYTHONPATH", "")])
+    done = run(tmp_path, "-m", "steadygrad", "run", "start.py", PYTHONPATH=paths)
+
+    assert done.stdout.split() == ["True"]
+    assert done.stderr.count("ValueError: of the environment") == 2, "Python prints it for each process"
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
 def test_ranks_that_lightning_starts_skip_the_same_step(strategy: str, tmp_path: Path) -> None:
-    script = str(SCRIPTS / "lightning_ddp.py")
-    done = run(tmp_path, "-m", "steadygrad", "run", "--run-dir", "run", script, "--strategy", strategy)
+    done = run_guarded(tmp_path, "lightning_ddp.py", "--strategy", strategy)
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("finite: True") == (2 if strategy == "ddp" else 1)
+    assert done.code == 0, done.err
+    assert done.out.count("finite: True") == (2 if strategy == "ddp" else 1)
     assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [5]
 
 
@@ -123,17 +134,31 @@ def test_a_command_in_an_environment_whose_path_has_a_space_can_be_run(
 def test_torchrun_can_be_run_as_a_command(tmp_path: Path) -> None:
     script = [str(SCRIPTS / "ddp.py"), "--out", "w.pt", "--poison", "3"]
     command = ["torchrun", "--nproc-per-node", "2", "--standalone", *script]
-    done = run(tmp_path, "-m", "steadygrad", "run", "--run-dir", "run", *command)
+    done = start_command(tmp_path, ["run", "--run-dir", "run", *command]).wait()
 
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [3]
 
 
 # --- ranks without DistributedDataParallel --------------------------------------------------------------------------
 
+
+def run_ranks(folder: Path, script: str, *environments: dict[str, str]) -> list[Done]:
+    """Two ranks with the environment that torchrun gives them; they meet at a file."""
+    path = folder / "train.py"
+    path.write_text(script)
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MEETING": f"file://{folder}/meeting"}
+        command = ["run", "--run-dir", str(folder / "run")]
+        own = environments[rank] if environments else {}
+        ranks.append(start(folder / str(rank), command, str(path), (), {**place, **own}))
+    return [running.wait() for running in ranks]
+
+
 # gloo sometimes aborts a rank when it leaves, guarded or not: what counts is on disk by then, whatever the exit code.
 REDUCE_IN_STEP = """
-import datetime, gc
+import datetime, gc, os
 import torch
 import torch.distributed as dist
 
@@ -146,8 +171,8 @@ class DistSGD(torch.optim.SGD):
                 p.grad /= dist.get_world_size()
         return super().step(closure)
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-rank = dist.get_rank()
+rank, patience = int(os.environ["RANK"]), datetime.timedelta(minutes=5)
+dist.init_process_group("gloo", init_method=os.environ["MEETING"], rank=rank, world_size=2, timeout=patience)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = DistSGD(model.parameters(), lr=0.1)
@@ -159,7 +184,7 @@ for step in range(8):
     (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-print(f"weights {model.weight.data.tolist()}\\n", end="", flush=True)  # at once: the ranks share one pipe
+print(f"weights {model.weight.data.tolist()}", flush=True)
 del optimizer
 gc.collect()  # its record is complete now
 dist.barrier()
@@ -168,19 +193,17 @@ dist.destroy_process_group()
 
 
 def test_ranks_that_average_inside_the_optimizer_agree_before_they_skip(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(REDUCE_IN_STEP)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "steadygrad", "run"]
-    done = run(tmp_path, *command, "--run-dir", "run", "train.py")
+    first, second = run_ranks(tmp_path, REDUCE_IN_STEP)
 
-    first, second = [line for line in done.stdout.splitlines() if "weights" in line]
-    assert first == second
-    assert "nan" not in first
+    assert first.out.startswith("weights")
+    assert first.out == second.out
+    assert "nan" not in first.out
     assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [3]
-    assert "rank 0: step 3: another rank found values that are not finite" in done.stderr
+    assert "rank 0: step 3: another rank found values that are not finite" in first.err
 
 
 SHARDED = """
-import gc
+import gc, os
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -204,13 +227,13 @@ def train(bad_step, left_out, step):
         optimizer.zero_grad()
     return [p.to_local().clone() for p in model.parameters()]
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=os.environ["MEETING"], rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 expected = train(-1, 5, lambda optimizer: type(optimizer).step.__wrapped__(optimizer))  # past the guard
 gc.collect()
 guarded = train(5, -1, lambda optimizer: optimizer.step())
-print(f"equal: {all(map(torch.equal, expected, guarded))}\\n", end="", flush=True)
+print(f"equal: {all(map(torch.equal, expected, guarded))}", flush=True)
 gc.collect()  # the record is complete now
 dist.barrier()
 dist.destroy_process_group()
@@ -218,12 +241,9 @@ dist.destroy_process_group()
 
 
 def test_ranks_with_shards_skip_together_to_the_bit_and_name_the_line(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SHARDED)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "steadygrad", "run"]
-    done = run(tmp_path, *command, "--run-dir", "run", "train.py")
-
-    assert done.stdout.count("equal: True") == 2, done.stderr
-    assert "NOT guarded" not in done.stderr
+    for done in run_ranks(tmp_path, SHARDED):
+        assert done.out == "equal: True\n", done.err
+        assert "NOT guarded" not in done.err
     line = 1 + SHARDED[: SHARDED.index("# HERE")].count("\n")
     for folder in (tmp_path / "run", tmp_path / "run" / "rank-1"):
         assert skipped_steps(folder) == [5]
@@ -241,18 +261,12 @@ agreement.PATIENCE = datetime.timedelta(seconds=2)
 
 
 def test_a_rank_without_guard_is_reported_and_no_other_skips_alone(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(UNGUARDED_RANK + REDUCE_IN_STEP)
-    starter = "import os, runpy, sys\nif os.environ['RANK'] == '1':\n    os.environ['STEADYGRAD'] = 'off'\n"
-    (tmp_path / "start.py").write_text(
-        f"{starter}sys.argv[:] = sys.argv[1:]\nrunpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
-    )
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "start.py", "steadygrad", "run"]
-    done = run(tmp_path, *command, "--run-dir", "run", "train.py")
+    first, second = run_ranks(tmp_path, UNGUARDED_RANK + REDUCE_IN_STEP, {}, {"STEADYGRAD": "off"})
 
-    assert "rank 0: not all of the 2 ranks are guarded" in done.stderr
+    assert "rank 0: not all of the 2 ranks are guarded" in first.err
     assert skipped_steps(tmp_path / "run") == []
-    first, second = [line for line in done.stdout.splitlines() if "weights" in line]
-    assert first == second  # both took the bad step: they did not part
+    assert first.out == second.out  # both took the bad step: they did not part
+    assert "nan" in first.out
 
 
 STARTS_OTHERS = """

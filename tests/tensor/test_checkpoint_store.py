@@ -175,13 +175,35 @@ def test_the_state_may_change_while_it_is_written(tmp_path: Path) -> None:
     assert found.state["history"] == [1.0]
 
 
-@pytest.mark.parametrize(
-    "value", [lambda: 0, object(), {"x": {1, object()}}, threading.Lock()], ids=["fn", "o", "s", "l"]
-)
+UNREADABLE: dict[str, Any] = {
+    "function": lambda: 0,
+    "object": object(),
+    "set": {"x": {1, object()}},
+    "lock": threading.Lock(),
+    "set of tensors": {"x": {torch.ones(2)}},
+    "set of tuples": {"x": {(1, torch.ones(2))}},
+    "long double": numpy.longdouble(1.5),
+    "long doubles": numpy.ones(3, dtype=numpy.longdouble),
+    "texts": numpy.array(["a", "b"]),
+}
+
+
+@pytest.mark.parametrize("value", UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_what_only_code_could_read_is_refused_when_it_is_saved(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"at thing"):
         CheckpointStore(tmp_path).save({"thing": value}, step=0)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [">f8", ">i4", ">u2", "<f4"])
+def test_an_array_comes_back_in_its_byte_order(tmp_path: Path, dtype: str) -> None:
+    array = numpy.arange(6).reshape(2, 3).astype(dtype)
+    with CheckpointStore(tmp_path) as store:
+        store.save({"array": array}, step=0)
+        found = store.load()
+    assert found is not None
+    assert found.state["array"].dtype == array.dtype
+    assert numpy.array_equal(found.state["array"], array)
 
 
 def test_marks_of_ours_in_a_state_are_refused(tmp_path: Path) -> None:
@@ -332,6 +354,16 @@ def test_an_unhealthy_step_while_it_is_written_is_not_forgotten(tmp_path: Path) 
         store.save(make_state(), step=1)
         store.unhealthy_step(1, "the loss was nan")
     assert store.list()[-1].suspect == "step 1 was not healthy: the loss was nan"
+
+
+def test_with_proof_switched_off_a_checkpoint_is_good_as_soon_as_it_is_on_disk(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, good_after=5) as store:
+        save_steps(store, range(1))
+    with CheckpointStore(tmp_path, good_after=0) as store:
+        assert store.load() is not None
+        save_steps(store, range(1, 2))
+        store.unhealthy_step(1)
+    assert [(info.step, info.good, info.suspect) for info in store.list()] == [(0, True, None), (1, True, None)]
 
 
 def test_a_run_that_begins_anew_is_not_swallowed_by_an_older_one(tmp_path: Path) -> None:
@@ -524,6 +556,17 @@ def test_a_manifest_that_points_elsewhere_is_not_followed(tmp_path: Path, name: 
     fields = json.loads((path / "manifest.json").read_text())
     fields["files"][name] = fields["files"].pop("state.pt")
     (path / "manifest.json").write_text(json.dumps(fields))
+    with pytest.raises(DamagedCheckpoint):
+        CheckpointStore(tmp_path).load(path=path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("step", math.inf), ("about", {"a": math.nan}), ("about", [])])
+def test_a_manifest_with_odd_values_is_damaged(tmp_path: Path, field: str, value: object) -> None:
+    with CheckpointStore(tmp_path) as store:
+        path = store.save(make_state(), step=0).wait()
+    assert path is not None
+    fields = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(fields | {field: value}))
     with pytest.raises(DamagedCheckpoint):
         CheckpointStore(tmp_path).load(path=path)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.clip import build_clipper
-from steadygrad.clip.edit import scale_gradients
+from steadygrad.clip.edit import multiply, scale_gradients
 from steadygrad.config import AdaGC, AdaptiveUnitClip, ClipStrategy, ClipValue
 from steadygrad.errors import UnsupportedError
 from steadygrad.measure import Measurement, Meter
@@ -275,3 +275,18 @@ def test_edits_reach_the_gradients_of_parameters_that_require_grad(settings: Cli
 
     after = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
     assert after.item() < 0.5 * before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_are_multiplied_by_the_factor_as_it_is(dtype: torch.dtype) -> None:
+    factor = 0.3337  # 0.333984375 in bfloat16, 0.33374... in float16
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(257, generator=generator).to(dtype) for _ in range(3)]
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), gradients[0][:2].clone(), (6,), check_invariants=True)
+    expected = [(g.double() * factor).to(dtype) for g in (*gradients, sparse.coalesce().values())]
+
+    multiply([*gradients, sparse], factor)
+
+    for found, wanted in zip((*gradients, sparse.coalesce().values()), expected):
+        # one rounding: to the nearest number of the dtype, or its neighbour where fp32 lies between
+        torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps / 2, atol=0)

@@ -250,6 +250,16 @@ def test_a_guard_that_is_switched_off_trains_on_where_a_rollback_left_batches_ou
     assert list(guard.batches([1, 2])) == [1, 2]
 
 
+def test_a_guard_that_is_switched_off_scales_what_its_optimizer_has() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)  # has no weight decay
+    guard = Guard(model, optimizer, enabled=False)
+    guard.scale_lr(0.5, "asked")
+    guard.scale_weight_decay(0.5, "asked")
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert "weight_decay" not in optimizer.param_groups[0]
+
+
 def test_a_long_run_holds_nothing_of_healthy_steps_and_little_of_bad_ones(tmp_path: Path) -> None:
     model = make_model()
     config = GuardConfig(policy=Policy(max_skips=10**9))

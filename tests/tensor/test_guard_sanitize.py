@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from listening import last_of, listen, sgd
+from listening import Tape, last_of, listen, sgd
 from torch import Tensor, nn
 from training import assert_same, loss_of, make_batches, make_model, snapshot
 
 from steadygrad import (
     Action,
+    DetectConfig,
     FixedNorm,
     Guard,
     GuardConfig,
@@ -25,6 +26,7 @@ from steadygrad import (
     handle_nan_inf,
 )
 from steadygrad.config import ClipStrategy
+from steadygrad.facts import EpochEnd
 from steadygrad.testing import poison_batches, poison_gradient, poison_loss
 
 NAN, INF = math.nan, math.inf
@@ -125,6 +127,28 @@ def test_a_healthy_step_is_not_touched_by_sanitize() -> None:
             guard.step(loss_of(model), batch)
         assert guard.incidents == []
     assert_same(snapshot(plain), snapshot(sanitized))
+
+
+def test_a_sanitized_loss_leaves_the_mean_of_its_epoch_finite() -> None:
+    model = make_model()
+    ends: list[EpochEnd] = []
+
+    class Ends(Tape):
+        def observe(self, fact: Any) -> Any:
+            ends.extend([fact] if isinstance(fact, EpochEnd) else [])
+            return ()
+
+    config = GuardConfig(clip=None, on_nonfinite=Action.SANITIZE, detect=DetectConfig(rules=(Ends(),)))
+    guard = Guard(model, sgd(model), config=config)
+    losses = []
+    for batch in poison_batches(make_batches(4), at=(1,)):
+        guard.step(loss_of(model), batch)
+        assert guard.last is not None
+        losses.append(guard.last.loss)
+    guard.end_epoch()
+
+    assert math.isnan(losses.pop(1) or 0.0)
+    assert [end.train_loss for end in ends] == pytest.approx([sum(losses) / 3])
 
 
 def test_sanitize_repairs_sparse_gradients() -> None:

@@ -614,3 +614,47 @@ def test_batches_hands_on_every_batch_in_order() -> None:
     batches = make_batches(4)
     assert [id(batch) for batch in guard.batches(batches)] == [id(batch) for batch in batches]
     assert list(guard.batches(iter(range(3)))) == [0, 1, 2]
+
+
+# --- the learning rate ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf])
+def test_a_step_with_a_learning_rate_that_is_not_finite_touches_no_weight(rate: float) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    guard = Guard(model, optimizer)
+    for step, batch in enumerate(make_batches(6)):
+        optimizer.param_groups[0]["lr"] = rate if step in (3, 4) else 1e-3
+        before = snapshot(model)
+        guard.step(loss_of(model), batch)
+        assert last_of(guard).skipped == (step in (3, 4))
+        if step in (3, 4):
+            assert_same(snapshot(model), before)
+
+    assert [(i.step, i.finding.kind, i.outcome.action.value) for i in guard.incidents] == [
+        (3, "nonfinite_rate", "skip"),
+        (4, "nonfinite_rate", "skip"),
+    ]
+    assert guard.incidents[0].finding.message == (
+        f"the learning rate of parameter group 0 is {'NaN' if math.isnan(rate) else 'Inf'}"
+    )
+
+
+def test_a_group_without_a_learning_rate_is_stepped() -> None:
+    class Signs(torch.optim.Optimizer):
+        """Has no learning rate at all."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter -= 1e-3 * parameter.grad.sign()
+
+    model = make_model()
+    guard = Guard(model, Signs(model.parameters(), {"lr": None}))
+    before = snapshot(model)
+    guard.step(loss_of(model), make_batches(1)[0])
+
+    assert not last_of(guard).skipped
+    assert not any(torch.equal(now, before[name]) for name, now in snapshot(model).items())

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,8 @@ def test_a_bad_weight_is_told_to_have_been_given_or_to_have_become_so(when: str)
     cause = next(incident.cause for incident in guard.incidents if incident.cause is not None)
     assert (cause.phase, cause.name) == ("parameter", "weight")
     assert ("the checkpoint" in cause.note) == (when == "given")
+    assert ("The gradients of step 1 were finite" in cause.note) == (when == "later")
+    assert ("by the step of SGD" in cause.note) == (when == "later")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), AttributeError("numpy"), MemoryError()])
@@ -293,3 +296,66 @@ def test_another_networks_bad_output_is_told_as_the_input_that_it_is() -> None:
     judging.close()
     assert cause is not None
     assert (cause.phase, cause.name) == ("input", "maker(noise)")
+
+
+class Warner(nn.Module):
+    """Warns at every call, and takes the logarithm of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("the program's own", stacklevel=1)
+        return self.inner(x.log())
+
+
+def test_a_replay_does_not_make_a_warning_of_the_program_appear_again() -> None:
+    model = Warner()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for step in range(4):
+            guard.step(lambda x: model(x).square().mean(), torch.full((2, 4), -1.0 if step == 2 else 1.0))
+
+    assert guard.incidents[0].cause is not None
+    assert [str(one.message) for one in shown] == ["the program's own"]
+
+
+def test_of_several_calls_that_a_loss_is_made_of_the_bad_one_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 4))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    good, bad = torch.randn(3, 4), torch.full((3, 4), math.nan)
+
+    guard.step((model(good) - model(bad)).square().mean())
+
+    cause = guard.incidents[0].cause
+    assert cause is not None
+    assert cause.note.startswith("In the second of 2 calls of the model.")
+
+
+class Unreadable:
+    """As a lazy proxy outside of its context."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of its context")
+
+
+unreadable = Unreadable()
+
+
+def take_root_beside_something_unreadable(model: nn.Module, x: Tensor) -> Tensor:
+    _ = unreadable
+    return model(x).sqrt().mean()
+
+
+def test_what_a_step_refers_to_may_be_unreadable() -> None:
+    model = nn.Linear(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    nn.init.ones_(model.weight)
+
+    guard.step(take_root_beside_something_unreadable, model, torch.full((2, 2), -5.0))
+    guard.step(take_root_beside_something_unreadable, model, torch.full((2, 2), 5.0))
+
+    assert [(incident.step, incident.outcome.action) for incident in guard.incidents] == [(0, Action.SKIP)]

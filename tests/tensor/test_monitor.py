@@ -727,6 +727,37 @@ def test_a_bounded_module_of_ones_own_can_be_named() -> None:
     assert monitor.detect_saturated() == {"": 0.5}
 
 
+class WideTanh(nn.Tanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3.0 * super().forward(x)
+
+
+class WideClamp(nn.Hardtanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3.0 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "bounds", "saturation"),
+    [
+        (WideTanh(), {WideTanh: (-3.0, 3.0)}, 0.5),
+        (WideTanh(), {nn.Tanh: (-30.0, 30.0), WideTanh: (-3.0, 3.0)}, 0.5),
+        (WideTanh(), {nn.Tanh: (-30.0, 30.0)}, 0.0),
+        (WideTanh(), {}, 1.0),
+        (WideClamp(), {WideClamp: (-3.0, 3.0)}, 0.5),
+        (WideClamp(), {}, 1.0),
+        (nn.Hardtanh(), {nn.Hardtanh: (-3.0, 3.0)}, 0.0),
+    ],
+)
+def test_the_range_of_the_nearest_class_counts_and_ones_own_before_the_stock_one(
+    module: nn.Module, bounds: dict[type[nn.Module], tuple[float, float]], saturation: float
+) -> None:
+    with ActivationMonitor(module, bounds=bounds) as monitor:
+        module(torch.tensor([[9.0, 0.5]]))
+
+    assert monitor.get_statistics()[""]["saturation"] == saturation
+
+
 def test_removed_hooks_see_nothing_and_leave_nothing() -> None:
     model = make_model()
     monitor = ActivationMonitor(model)

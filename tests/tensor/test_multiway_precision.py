@@ -46,6 +46,17 @@ def test_a_half_is_rounded_to_the_nearest_that_the_precision_has(precision: Prec
     assert (~ties).sum() > 4000
 
 
+@pytest.mark.parametrize("sign", [0, -(1 << 31)])
+def test_rounding_keeps_every_nan_and_infinity(sign: int) -> None:
+    # From the infinity to CUDA's own NaN, which has every bit of the mantissa set
+    mantissas = [0, 1, 0xFFF, 0x1000, 0x400000, 0x7FF000, 0x7FFFFF]
+    bits = torch.tensor([(0x7F800000 | mantissa) + sign for mantissa in mantissas], dtype=torch.int32)
+    half = bits.view(torch.float32)
+    rounded = round_half(half, "tf32")
+    assert rounded[0] == half[0]
+    assert rounded[1:].isnan().all()
+
+
 @pytest.mark.parametrize("bound", [1e-29, 3e-8, 1.0, 1.999, 65504.0, 1e30])
 def test_a_gain_is_a_power_of_two_that_uses_the_range_and_leaves_room_to_round_up(bound: float) -> None:
     gain = float(find_gain(torch.tensor(bound)))

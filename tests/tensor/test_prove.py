@@ -372,6 +372,45 @@ def test_a_policy_that_draws_its_own_data_proves_nothing() -> None:
     assert "draws its own data" in finding.message
 
 
+def train_by_group_rewards(*, enabled: bool) -> tuple[Guard, nn.Module]:
+    """GRPO: the ratio to its own detached self is 1, so all that the loss shows is the penalty for having learned.
+
+    A constant stands for other terms: a loss that begins at 0 would not even be suspected.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6)
+    initial = copy.deepcopy(model).requires_grad_(False)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), lr=2e-2), config=GuardConfig(clip=None), enabled=enabled)
+
+    def loss(x: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
+        now, then = (net(x).log_softmax(-1).gather(1, actions) for net in (model, initial))
+        penalty = (then - now).exp() - (then - now) - 1
+        return 1e-3 + (0.1 * penalty - (now - now.detach()).exp() * advantages).mean()
+
+    for _ in range(120):
+        x = torch.randn(8, 4).repeat_interleave(8, 0)
+        with torch.no_grad():
+            actions = torch.multinomial(model(x).softmax(-1), 1)
+        rewards = (actions[:, 0] == x.argmax(1)).float().view(8, 8)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        guard.step(loss, x, actions, advantages.view(-1, 1))
+    guard.flush()
+    return guard, model
+
+
+def test_a_loss_whose_gradient_is_not_its_slope_proves_nothing() -> None:
+    guard, model = train_by_group_rewards(enabled=True)
+
+    suspected = [finding for finding in guard.findings if finding.kind == "loss_explosion"]
+    assert suspected
+    assert {finding.severity for finding in suspected} == {Severity.INFO}
+    assert "the gradient is not the slope of the loss" in suspected[0].message
+    assert guard.stats()["num_rollbacks"] == 0
+    plain = train_by_group_rewards(enabled=False)[1].state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain[name]), name
+
+
 def test_a_batch_that_was_overwritten_since_proves_nothing() -> None:
     x, y = torch.empty(32, 8), torch.empty(32, 1)
 

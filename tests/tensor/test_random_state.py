@@ -27,6 +27,18 @@ def test_numpy_is_captured_exactly_though_only_when_it_moved() -> None:
             assert numpy.array_equal(mine, theirs)
 
 
+def test_a_restored_normal_number_that_numpy_holds_back_is_captured_again() -> None:
+    numpy.random.seed(0)
+    numpy.random.randn()  # computes two numbers and holds the second back
+    held = capture_random([])
+    numpy.random.randn()  # hands out the second one: the words stay as they are
+    assert capture_random([])["numpy"][3] == 0
+
+    numpy.random.set_state(held["numpy"])
+
+    assert capture_random([])["numpy"][3:] == numpy.random.get_state()[3:] == held["numpy"][3:]
+
+
 def test_pythons_generator_is_captured_exactly_though_only_when_it_moved() -> None:
     captured = capture_random([])
     moves: list[Callable[[], object]] = [

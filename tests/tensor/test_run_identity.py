@@ -381,6 +381,27 @@ def test_a_guard_that_nobody_closed_gives_the_lock_back_when_it_is_dropped(tmp_p
     assert not (tmp_path / "run.lock").exists()
 
 
+def test_a_dropped_guard_gives_the_lock_back_after_its_record_is_complete(tmp_path: Path) -> None:
+    is_locked = []
+
+    class LastWords:
+        def write_step(self, record: Any) -> None: ...
+        def write_layers(self, step: int, gradients: Any) -> None: ...
+        def write_incident(self, incident: Any) -> None: ...
+
+        def close(self) -> None:
+            is_locked.append((tmp_path / "run.lock").exists())
+
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path, sinks=[LastWords()])
+    guard.step(lambda x: model(x).square().mean(), torch.ones(2, 4))
+    del guard
+    gc.collect()
+
+    assert is_locked == [True]
+    assert not (tmp_path / "run.lock").exists()
+
+
 # --- a fork ---------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import random
 import struct
 import tracemalloc
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,6 +259,39 @@ def test_containers_held_twice_are_walked_once(container: bytes, tmp_path: Path)
 def test_a_container_in_itself_is_walked_once(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "x.pt", b"\x80\x02]q\x00h\x00a.")
     assert scan_checkpoint(path).tensors == ()
+
+
+MANY = b"](" + b"N" * 1000 + b"e"
+COPIED = {
+    "list": (MANY, b"cbuiltins\nlist\n", b"h\x01h\x00\x85R"),
+    "tuple": (MANY, b"cbuiltins\ntuple\n", b"h\x01h\x00\x85R"),
+    "dict": (
+        b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"N" for n in range(1000)) + b"u",
+        b"cbuiltins\ndict\n",
+        b"h\x01h\x00\x85R",
+    ),
+    "arguments": (b"(" + MANY[2:-1] + b"t", b"cbuiltins\nobject\n", b"h\x01h\x00}\x92"),
+}
+
+
+@pytest.mark.parametrize("container", COPIED)
+def test_a_container_is_not_copied_over_and_over(container: str) -> None:
+    content, function, call = COPIED[container]
+    begin = b"\x80\x04" + content + b"q\x000" + function + b"q\x010]("
+    assert len(interpret(begin + call + b"e.")) == 1  # type: ignore[arg-type]
+    with pytest.raises(BrokenPickle, match=r"bytes that make \d+ copies"):
+        interpret(begin + call * 100 + b"e.")
+
+
+def test_a_key_of_many_parts_is_not_hashed_over_and_over() -> None:
+    with pytest.raises(BrokenPickle, match=r"a key of 1000 parts"):
+        interpret(b"\x80\x02(" + b"N" * 1000 + b"tq\x000}(" + b"h\x00N" * 100 + b"u.")
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_containers_of_programs_are_copied_as_often_as_they_need(protocol: int) -> None:
+    value = [(Counter("abracadabra"), OrderedDict(a=1), {(n, n) for n in range(9)}, frozenset("ab")) for _ in range(99)]
+    assert len(interpret(pickle.dumps(value, protocol))) == 99  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""ParameterWatch, the RMS of g^2/v, the update norm and missing gradients, on real steps."""
+"""ParameterWatch, the RMS of g^2/v, the update norm, missing gradients, edits and modes, on real steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from training import DEVICES, assert_same, loss_of, make_batches, make_model, sn
 
 from steadygrad.facts import GradientTable, Reading
 from steadygrad.measure import Meter, StepContext
+from steadygrad.measure.edits import EditWatch
 from steadygrad.measure.leading import measure_adam_rms
+from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.states import ParameterWatch
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.state.trained_parameters import find_trained_parameters
@@ -324,3 +326,49 @@ def test_nothing_is_missing_when_every_parameter_has_a_gradient_or_is_frozen() -
 
     assert m is not None
     assert m.plan.find_missing() == ((), 0.0)
+
+
+# --- edits by the program ------------------------------------------------------------------------------------------
+
+
+def test_our_own_writes_are_not_taken_for_edits_even_if_they_are_broken_off() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    watch = EditWatch([("p", parameter)])
+    watch.after_optimizer()
+
+    def write_and_fail() -> None:
+        with watch.aside(), torch.no_grad():
+            parameter.add_(1.0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_and_fail()
+    assert not watch.before_optimizer(1)
+    with torch.no_grad():
+        parameter.add_(1.0)
+    assert watch.before_optimizer(2)
+
+
+# --- modes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dropout_that_is_added_inside_a_child_is_seen() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.BatchNorm1d(2))
+    watch = ModeWatch(model)
+    watch.note_training(0)
+    watch.end_step()
+    watch.take()
+
+    model[0].append(nn.Dropout(0.5))
+    model.eval()
+    model[0][1].train()
+    watch.note_evaluation(0, first_input=1)
+    model(torch.zeros(2, 2))  # the forward that was announced, whose end is waited for
+
+    scan = watch.take()[0]
+    assert scan.stray == ("0.1",)
+    model.train()
+    watch.note_training(1)
+    watch.end_step()
+    (scan,) = watch.take()
+    assert scan.dropouts_on == 1

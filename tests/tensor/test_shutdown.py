@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from forks import run_forked
+from forks import run_forked, start_forked
 from steadygrad import Guard
 from steadygrad.checkpoint import signals
 from steadygrad.checkpoint.catalogue import read_infos
@@ -182,6 +182,7 @@ def test_gradients_of_a_step_that_will_not_be_made_are_not_saved(tmp_path: Path)
 
 
 WORKERS = """
+os.setsid()
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 100000
     def __getitem__(self, i):
@@ -191,7 +192,8 @@ model, guard = make()
 loader = torch.utils.data.DataLoader(Slow(), 4, num_workers=2)
 for x in (guard.batches(loader) if sys.argv[2] == "batches" else loader):
     step(model, guard, x)
-    if guard.num_steps == 5: print("ready", flush=True)
+    if guard.num_steps == 5:
+        with open(os.path.join(folder, "ready"), "w") as ready: ready.write(str(os.getpid()))
 """
 
 
@@ -201,14 +203,11 @@ for x in (guard.batches(loader) if sys.argv[2] == "batches" else loader):
     ids=["SIGTERM, batches", "SIGTERM, own", "Ctrl-C, batches", "Ctrl-C, own"],
 )
 def test_a_signal_to_the_whole_group_with_data_workers_saves(tmp_path: Path, number: int, loop: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", HEAD + WORKERS, str(tmp_path), loop]
-    pipe = subprocess.PIPE
-    program = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-    assert program.stdout is not None
-    assert program.stdout.readline().strip() == "ready"
-    os.killpg(program.pid, number)
-    _, errors = program.communicate(timeout=600)
-    assert program.returncode == EXIT_CODE, errors
+    os.mkfifo(tmp_path / "ready")
+    program = start_forked(HEAD + WORKERS, str(tmp_path), loop)
+    os.killpg(int((tmp_path / "ready").read_text()), number)
+    done = program.wait()
+    assert done.returncode == EXIT_CODE, done.stderr
     assert len(saved_steps(tmp_path / "run")) == 1
 
 

@@ -150,6 +150,11 @@ def test_blocks_go_as_deep_as_they_may_and_a_bad_one_is_nan() -> None:
     assert math.isnan(blocks["layers.3"])
 
 
+def test_norms_whose_squares_overflow_are_added_all_the_same() -> None:
+    blocks = measure_blocks(table({"a.weight": (3e200, 0), "a.bias": (4e200, 0)}))
+    assert blocks == {"a": pytest.approx(5e200)}
+
+
 # --- Weights & Biases ---------------------------------------------------------------------------------------------
 
 

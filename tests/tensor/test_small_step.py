@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.buffers import BufferKeeper
-from steadygrad.config import DetectConfig
+from steadygrad.config import DetectConfig, Implementation
 from steadygrad.detect import standard_rules
 from steadygrad.facts import GradientTable, Reading
 from steadygrad.measure import Meter, StepContext, Transfer
@@ -96,6 +96,48 @@ def test_a_gradient_that_goes_missing_or_changes_its_kind_is_seen() -> None:
     named = [*make_parameters(), ("sparse", sparse)]
     m, numbers = measure_twice(named)
     assert m.read(numbers, StepContext(step=1), skipped=False).gradients["sparse"].norm == pytest.approx(5.0)
+
+
+IMPLEMENTATIONS = [Implementation.FOREACH, Implementation.TRITON, Implementation.REFERENCE]
+
+
+def make_meter(named: list[tuple[str, Tensor]], implementation: Implementation) -> Meter:
+    """Return a Meter whose kernels Triton's interpreter runs: a Meter itself asks for CUDA first."""
+    if implementation is Implementation.TRITON:
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("on a machine with CUDA Triton interprets nothing")
+    meter = Meter(named, Implementation.AUTO if implementation is Implementation.TRITON else implementation)
+    meter._implementation = implementation
+    return meter
+
+
+def read_table(meter: Meter) -> GradientTable:
+    m = meter.measure()
+    assert m is not None
+    return m.read(m.take_to_host(Transfer()), StepContext(step=0), skipped=False).gradients
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("size", [5, 40], ids=["shrunk", "grown"])
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+def test_a_parameter_of_another_size_is_measured_to_its_end_and_not_beyond(
+    implementation: Implementation, size: int, is_large: bool
+) -> None:
+    named = [("resized", nn.Parameter(torch.zeros(20))), ("same", nn.Parameter(torch.zeros(7)))]
+    if is_large:  # too many for the short way
+        named.append(("large", nn.Parameter(torch.zeros(1 << 18))))
+    memory = torch.ones(40)  # both gradients begin at the same address
+    meter = make_meter(named, implementation)
+    for num in (20, size):
+        named[0][1].data, named[0][1].grad = torch.zeros(num), None
+        named[0][1].grad = memory[:num]
+        for _, parameter in named[1:]:
+            parameter.grad = torch.ones_like(parameter)
+        table = read_table(meter)
+        # fp32 sums of equal squares
+        assert [table["resized"].norm, table["same"].norm] == pytest.approx([num**0.5, 7**0.5], rel=1e-6)
+        assert table.numels[:2] == (num, 7)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------

@@ -77,5 +77,5 @@ def test_trackio_has_the_curves_an_alert_and_the_text(tmp_path: Path, monkeypatc
     assert len(texts) == 1
     assert "the loss is NaN" in texts[0]
     assert any("grad/layer_norms" in row for row in logs)
-    (alert,) = trackio.SQLiteStorage.get_alerts("demo")
-    assert alert["title"] == "steadygrad: nonfinite_loss at step 3"
+    alerts = trackio.SQLiteStorage.get_alerts("demo")  # on a busy machine trackio itself may send one again
+    assert {alert["title"] for alert in alerts} == {"steadygrad: nonfinite_loss at step 3"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.state.tree import find_tensors, map_tensors
+from steadygrad.testing import poison_batches, scale_batches
 
 
 class Pair(NamedTuple):
@@ -73,3 +74,25 @@ def test_a_module_is_never_opened_and_a_list_that_holds_itself_ends() -> None:
     assert map_tensors([model], lambda tensor: tensor * 0)[0] is model
     assert not list(find_tensors([model], {}))
     assert torch.equal(map_tensors(loop, lambda tensor: tensor + 1)[0], torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Pair(torch.ones(2, 3), torch.zeros(2)),
+        (torch.ones(2, 3), torch.zeros(2)),
+        [torch.ones(2, 3), torch.zeros(2)],
+        {"first": torch.ones(2, 3), "second": torch.zeros(2)},
+        collections.OrderedDict(first=torch.ones(2, 3), second=torch.zeros(2)),
+        Encoding(first=torch.ones(2, 3), second=torch.zeros(2)),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_spoilt_batch_keeps_its_type(batch: Any) -> None:
+    poisoned, scaled = (*poison_batches([batch], at=(0,)), *scale_batches([batch], at=(0,), factor=3.0))
+    for spoilt, expected in ((poisoned, [[torch.nan] * 3, [1.0] * 3]), (scaled, [[3.0] * 3] * 2)):
+        assert type(spoilt) is type(batch)
+        (_, first), (_, second) = find_tensors([spoilt], {})
+        torch.testing.assert_close(first, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
+        assert torch.equal(second, torch.zeros(2))
+    assert torch.equal(next(tensor for _, tensor in find_tensors([batch], {})), torch.ones(2, 3))

@@ -79,3 +79,25 @@ def test_a_new_gradient_that_was_given_the_id_of_a_cleared_one_is_not_taken_for_
         hook(parameter)
 
     assert watch.take() == ()
+
+
+@pytest.mark.parametrize("how", ["close", "add_param_group"])
+def test_no_hook_stays_on_the_parameters_when_the_guard_is_closed_or_watches_others(how: str) -> None:
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = Guard(nn.ModuleList([model, other]), optimizer)
+
+    def step() -> None:
+        (model(torch.ones(2, 4)) + other(torch.ones(2, 4))).square().mean().backward()
+        guard.step()
+        optimizer.zero_grad()
+
+    step()
+    assert len(model.weight._post_accumulate_grad_hooks) == 1
+    if how == "close":
+        guard.close()
+        assert not model.weight._post_accumulate_grad_hooks
+    else:
+        optimizer.add_param_group({"params": list(other.parameters())})
+        step()
+        assert len(model.weight._post_accumulate_grad_hooks) == 1, "that of the new watch alone"

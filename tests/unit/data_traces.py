@@ -42,12 +42,6 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "padding_in_loss": (lambda: [labels(num_at_padding=32)], 0),
     "lost_ends": (lambda: [labels(num_padded_rows=8, num_lost_ends=8)], 0),
     "swapped_mask": (lambda: [labels(num_padded_rows=8, num_swapped_rows=8)], 0),
-    "train_mode_validation": (
-        lambda: [
-            ModeScan(step=t, is_evaluation=True, is_first=False, is_training=True, dropouts_on=2) for t in (20, 40)
-        ],
-        40,
-    ),
     "dropout_in_evaluation": (lambda: [RandomEvaluation(step=20, calls=("dropout at a.py:3",))], 20),
     "norm_in_evaluation": (lambda: [RandomEvaluation(step=20, norms=("batch_norm at a.py:4",))], 20),
     "repeated_batch": (lambda: [StreamScan(pattern="repeated", period=2, **STREAM)], 1),
@@ -63,5 +57,8 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
 """Rule -> its trace, and the step that it must name."""
 
 EVAL_MODE = ModeScan(step=3, is_evaluation=False, is_training=False, dropouts_off=2)
+TRAIN_MODE = {
+    t: ModeScan(step=t, is_evaluation=True, is_first=False, is_training=True, dropouts_on=2) for t in (20, 40)
+}
 DEPENDENCE = LabelDependence(step=70, num_samples=2048, spread=10.1, shuffled_mean=10.0, shuffled_std=1.0, entropy=1.0)
 """For traces that readings of steps belong to."""

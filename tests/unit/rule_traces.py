@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_traces import DATA_TROUBLE, DEPENDENCE, EVAL_MODE
+from data_traces import DATA_TROUBLE, DEPENDENCE, EVAL_MODE, TRAIN_MODE
 from program_traces import PROGRAM_TROUBLE
 
 from steadygrad.config import DetectConfig
@@ -270,6 +270,11 @@ TROUBLE: dict[str, Trouble] = {
         step=40,
         severity=Severity.ERROR,
     ),
+    "nonfinite_rate": Trouble(
+        facts=lambda: _healthy_then(40, lambda t: reading(t, bad_rates={0: math.nan}, skipped=True), 41),
+        step=40,
+        severity=Severity.ERROR,
+    ),
     "nonfinite_parameter": Trouble(
         facts=lambda: [ParameterScan(step=7), ParameterScan(step=8, nonfinite_parameters={"w": 2})],
         step=8,
@@ -383,6 +388,10 @@ TROUBLE: dict[str, Trouble] = {
     "vanished_rate": Trouble(facts=lambda: _steps(80, lambda t: reading(t, learning_rates=(0.0,))), step=0),
     **{name: Trouble(facts=facts, step=step) for name, (facts, step) in PROGRAM_TROUBLE.items()},
     "eval_while_training": Trouble(facts=lambda: [EVAL_MODE, *_steps(20, reading)], step=3),
+    "train_mode_validation": Trouble(
+        facts=lambda: [fact for t in range(50) for fact in (*([TRAIN_MODE[t]] if t in TRAIN_MODE else ()), reading(t))],
+        step=40,
+    ),
     "independent_labels": Trouble(facts=lambda: [*_steps(70, reading), DEPENDENCE], step=70),
     "eps_gradient": Trouble(facts=lambda: [reading(0, norm=1e11), *_steps(20, reading)], step=0),
     **{name: Trouble(facts=facts, step=step) for name, (facts, step) in DATA_TROUBLE.items()},

@@ -64,6 +64,12 @@ def test_a_whole_run_puts_its_results_beside_the_others(folder: Path, capsys: py
     assert "benchmarks/publish.py" in hint
 
 
+def test_results_of_every_program_are_kept_where_there_are_none_yet(folder: Path) -> None:
+    (folder / "results").rmdir()
+    assert bench(folder, "first", "peers") == 0
+    assert sorted(path.name for path in (folder / "results").iterdir()) == ["first.json", "peers.json"]
+
+
 def test_a_quick_run_leaves_measured_results_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "results" / "first.json").write_text("measured")
     assert bench(folder, "first", "peers", "--quick") == 0
@@ -106,6 +112,6 @@ def test_every_program_of_the_checkout_can_be_quick(capsys: pytest.CaptureFixtur
     assert main(["bench", "--list", "--json"]) == 0
     names = {program["name"] for program in json.loads(capsys.readouterr().out)}
     root = Path(__file__).parent.parent.parent / "benchmarks"
-    no_programs = {"machine", "models", "tables", "sections", "publish", "script_programs"}
+    no_programs = {"machine", "models", "tables", "peer_tables", "sections", "publish", "script_programs"}
     assert {path.stem for path in root.glob("*.py")} - no_programs <= names
     assert "peers" in names

@@ -7,12 +7,14 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from steadygrad import Precision, __version__
-from steadygrad.cli import doctor, main
+from steadygrad.act.precision import half_matmul_works
+from steadygrad.cli import doctor, machine, main
 from steadygrad.cli.console import Console
 from steadygrad.cli.doctor import advise, find_problems
 from steadygrad.cli.machine import Device, Machine, examine_machine, find_fused_optimizers, parse_version
@@ -270,3 +272,16 @@ def test_what_a_file_cannot_encode_is_replaced() -> None:
     Console(file).say("‖g‖ = 1")
     file.flush()
     assert raw.getvalue() == b"?g? = 1\n"
+
+
+@pytest.mark.parametrize("probe", [half_matmul_works.__wrapped__, lambda _: machine._isa_cap_helps()])
+def test_a_probe_of_the_machine_does_not_run_modules_in_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: Callable[[Precision], bool]
+) -> None:
+    for name in ("torch", "steadygrad"):
+        (tmp_path / f"{name}.py").write_text("open('trace', 'w'); raise ImportError")
+    monkeypatch.chdir(tmp_path)
+
+    probe(Precision.BF16)
+
+    assert not (tmp_path / "trace").exists()

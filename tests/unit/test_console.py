@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -48,6 +49,15 @@ def test_a_path_is_never_broken_for_it_may_be_copied(terminal: Terminal) -> None
     path = "/a" * 60
     Console(terminal).say(f"Report  {path}")
     assert path in terminal.getvalue()
+
+
+@pytest.mark.parametrize("name", ["model{1}.pt", "{", "w[/b]", "[bold]x[/bold]", "{task.total}"])
+def test_a_bar_shows_names_as_they_are(terminal: Terminal, name: str) -> None:
+    with Console(terminal).track(name, 10) as advance:
+        advance(3, f"MiB {name}")
+
+    lines = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", terminal.getvalue()).splitlines()
+    assert [line for line in lines if line.startswith(f"{name} ") and line.rstrip().endswith(f"MiB {name}")]
 
 
 def test_a_file_gets_the_whole_line_for_it_may_be_searched() -> None:

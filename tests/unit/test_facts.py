@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ from steadygrad.facts import (
     StepRecord,
     Verdict,
 )
+from steadygrad.facts.carried import Carried, open_carried
 
 
 class CountingCells(list[float]):
@@ -125,6 +128,12 @@ def test_an_empty_table_is_empty() -> None:
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rates", [(math.nan, 0.1, 0.3), (0.1, math.nan, 0.3), (0.3, 0.1, math.nan)])
+def test_groups_without_a_rate_do_not_count_wherever_they_stand(rates: tuple[float, ...]) -> None:
+    assert make_reading(learning_rates=rates).learning_rate == 0.3
+    assert make_reading(learning_rates=(math.nan,)).learning_rate is None
 
 
 def test_a_healthy_reading_is_neither_clipped_nor_nonfinite() -> None:
@@ -269,3 +278,14 @@ def test_an_incident_joins_finding_verdict_outcome_and_cause() -> None:
         OUTCOME,
         cause,
     )
+
+
+# --- Carried --------------------------------------------------------------------------------------------------------
+
+
+def test_a_finding_on_a_log_record_survives_pickle_and_copy() -> None:
+    finding = Finding(kind="nonfinite_loss", severity=Severity.ERROR, step=3, message="the loss is NaN")
+    carried = Carried(finding.kind, finding)
+    for copied in (pickle.loads(pickle.dumps(carried)), copy.copy(carried), copy.deepcopy(carried)):
+        assert copied == "nonfinite_loss"
+        assert open_carried(copied) == finding

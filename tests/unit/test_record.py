@@ -329,6 +329,22 @@ os._exit(9)  # nothing is closed or flushed on the way out
     assert [line["finding"]["kind"] for line in read_lines(tmp_path / "incidents.jsonl")] == ["k"]
 
 
+def test_a_fork_writes_no_line_of_a_rank_twice(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from steadygrad.record.rank_file import RankFile
+file = RankFile({str(tmp_path)!r}, 1, 2)
+file.write_own(0, 1.0)
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+file.write_own(1, 1.0)
+file.close()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert [line.get("step") for line in read_lines(tmp_path / "rank_1.jsonl")] == [None, 0, 1]
+
+
 def test_steps_are_held_back_for_a_bounded_while_only(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     for step in range(RunDirectory.FLUSH_EVERY):

@@ -9,6 +9,9 @@ from rule_traces import HEALTHY, TROUBLE, findings_of, findings_with_a_restart, 
 
 from steadygrad.config import DetectConfig
 from steadygrad.detect import Detector, standard_rules
+from steadygrad.detect.medians import Blocks
+from steadygrad.detect.memory import Remembering
+from steadygrad.detect.rank_rules import split_facts, split_rules
 from steadygrad.facts import Fact, Reading, Severity
 
 ABOUT_POISON = {"nonfinite_loss", "nonfinite_gradient", "nonfinite_input", "many_skips"}
@@ -115,3 +118,36 @@ def test_an_ongoing_condition_is_told_once_and_again_after_repeat_after() -> Non
     said = findings_of(rule, [reading(step, 1.0, 150.0) for step in range(500)])
 
     assert [f.step for f in said] == [0, 200, 400]
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_block_of_values_keeps_its_first_step_over_a_restart(cut: int) -> None:
+    whole, first, second = Blocks(4), Blocks(4), Blocks(4)
+    for step in range(12):
+        whole.add(step, float(step))
+    for step in range(cut):
+        first.add(step, float(step))
+
+    second.load_state_dict(first.state_dict())
+    for step in range(cut, 12):
+        second.add(step, float(step))
+
+    assert second.start == whole.start == 8
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_two_attributes_that_would_share_a_key_of_the_state_are_refused() -> None:
+    with pytest.raises(TypeError, match="_start and start"):
+        type("Clashing", (Remembering,), {"memory": ("_start", "start")})
+
+
+def test_with_several_ranks_each_rule_is_among_those_that_get_the_facts_it_names() -> None:
+    common, own = split_rules(standard_rules(DetectConfig()))
+
+    assert {"dead_units", "zero_gradient", "flushed_gradient"} <= {rule.name for rule in own}
+    assert [
+        (rule.name, heard.__name__)
+        for rule in common
+        for heard in getattr(rule, "hears", ())
+        if split_facts([object.__new__(heard)])[1]
+    ] == []

@@ -274,6 +274,15 @@ def test_a_noisy_plateau_is_no_divergence(seed: int, level: float) -> None:
     assert findings_of(rule_named("divergence"), facts) == []
 
 
+@pytest.mark.parametrize("name", ["loss_explosion", "divergence"])
+def test_a_surrogate_that_begins_at_zero_may_only_rise(name: str) -> None:
+    """GRPO as trl writes it: a loss of nothing with a gradient, then a penalty that grows with what is learnt."""
+    facts = [reading(t, 5.6e-9 if t == 0 else 2e-5 * t + 1e-7 * t**2) for t in range(300)]
+
+    assert findings_of(rule_named(name), facts) == []
+    assert findings_of(rule_named(name), [reading(fact.step, 2e-5 + (fact.loss or 0.0)) for fact in facts]) != []
+
+
 def test_a_plateau_is_told_where_it_began_and_only_as_an_info() -> None:
     facts: list[Fact] = [reading(t, max(1.0, 3.0 - t / 200)) for t in range(2000)]
 

@@ -55,6 +55,24 @@ def test_an_unknown_name_to_switch_off_is_an_error_that_lists_the_names() -> Non
         standard_rules(DetectConfig(off=("los_spike",)))
 
 
+def make_rule(name: str) -> Rule:
+    return rule(name)(lambda reading: None)
+
+
+@pytest.mark.parametrize("rules", [(make_rule("loss_spike"),), (make_rule("mine"), make_rule("mine"))])
+def test_a_rule_with_the_name_of_another_is_refused_since_one_would_lose_its_history(rules: tuple[Rule, ...]) -> None:
+    with pytest.raises(ConfigError, match=rf"DetectConfig\.rules has .*'{rules[0].name}'.* another name, or"):
+        standard_rules(DetectConfig(rules=rules))
+
+
+def test_a_rule_may_take_the_name_of_one_that_is_switched_off() -> None:
+    mine = make_rule("loss_spike")
+
+    rules = standard_rules(DetectConfig(rules=(mine,), off=("loss_spike",)))
+
+    assert [one for one in rules if one.name == "loss_spike"] == [mine]
+
+
 def test_something_that_is_no_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"DetectConfig\.rules must hold rules"):
         DetectConfig(rules=(len,))

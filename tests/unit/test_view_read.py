@@ -6,11 +6,12 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from view_runs import make_incident, make_step, open_directory, write_run
 
@@ -20,6 +21,7 @@ from steadygrad.record.encode import to_json
 from steadygrad.view.headline import Tone, judge_run, list_numbers
 from steadygrad.view.read import RunReader
 from steadygrad.view.read.curve import Curve, Share
+from steadygrad.view.read.glance import list_glances
 from steadygrad.view.read.incident_log import KEPT_FIRST, KEPT_LAST
 from steadygrad.view.read.layer_map import ZERO_EXPONENT, LayerMap, fold_names
 from steadygrad.view.read.run import find_runs, open_run
@@ -138,6 +140,27 @@ def test_a_spoilt_line_costs_itself_only(tmp_path: Path, spoilt: bytes) -> None:
     assert tail.num_bad == 1
 
 
+@pytest.mark.parametrize("name", ["steps.jsonl", "rank_0.jsonl"])
+def test_corrupt_lines_for_more_than_a_chunk_are_not_the_end(tmp_path: Path, name: str) -> None:
+    lines = [b"\0" * (1 << 20), *(b'{"step":%d,"loss":1.0}' % step for step in range(20))]
+    (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
+    run = RunReader(tmp_path)
+
+    run.update()
+
+    assert run.progress == 1
+    assert (run.steps if name == "steps.jsonl" else next(iter(run.ranks))).last_step == 19
+
+
+def test_progress_is_not_whole_while_lines_after_corrupt_ones_are_unread(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_bytes(b"\0" * (1 << 20) + b'\n{"step":0,"loss":1.0}\n')
+    run = RunReader(tmp_path)
+
+    run.update(budget_seconds=0)
+
+    assert run.progress < 1
+
+
 def test_two_halves_of_different_lines_are_not_joined(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(b'{"step":0\n"loss":1.0}\n')
@@ -159,6 +182,53 @@ def test_a_missing_file_is_a_note(tmp_path: Path, missing: str) -> None:
     run = RunReader(tmp_path).read_all()
     assert run.notes == [f"{missing} is missing"]
     assert run.steps.num_steps == (0 if missing == "steps.jsonl" else 40)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter; the test runs as one who may not read everything in it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        before = os.geteuid()
+        yield folder
+        os.seteuid(before)
+
+
+def forbid(path: Path) -> None:
+    path.chmod(0)
+    if os.geteuid() == 0:  # who may read everything
+        os.seteuid(65534)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions of POSIX")
+@pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl"])
+def test_a_file_that_may_not_be_read_is_a_note(open_folder: Path, name: str) -> None:
+    write_run(open_folder, 40)
+    forbid(open_folder / name)
+
+    run = RunReader(open_folder).read_all()
+
+    assert run.notes == [f"{name} cannot be read: Permission denied"]
+    assert run.steps.num_steps == (0 if name == "steps.jsonl" else 40)
+    assert run.progress == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions of POSIX")
+@pytest.mark.parametrize("name", ["steps.jsonl", "incidents.jsonl"])
+def test_a_file_that_may_not_be_read_leaves_the_list_of_runs_whole(open_folder: Path, name: str) -> None:
+    write_run(open_folder / "a", 40)
+    write_run(open_folder / "b", 40)
+    forbid(open_folder / "a" / name)
+
+    assert {one.name for one in list_glances(open_folder)} == {"a", "b"}
+
+
+def test_a_line_of_brackets_leaves_the_list_of_runs_whole(tmp_path: Path) -> None:
+    with (write_run(tmp_path / "a", 40) / "steps.jsonl").open("a") as file:
+        file.write("[" * 9000 + "\n")
+
+    assert [(one.name, one.last_step) for one in list_glances(tmp_path)] == [("a", 39)]
 
 
 def test_an_empty_run_says_so(tmp_path: Path) -> None:
@@ -346,6 +416,23 @@ def test_a_run_whose_loss_stays_nan_is_lost(tmp_path: Path) -> None:
     assert "since step 60" in headline.text
 
 
+@pytest.mark.parametrize("cuts", [(), (100,), (30, 100, 120)])
+def test_a_run_that_stays_nan_after_a_resume_is_lost_since_its_first_nan(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    healthy = [make_step(step, loss=2.0) for step in range(100)]
+    resumed = [make_step(step, loss=math.nan) for step in range(50, 90)]
+    rows = [*healthy, *resumed]
+    path, reader = tmp_path / "steps.jsonl", RunReader(write_lines(tmp_path / "steps.jsonl"))
+    for end in (*cuts, len(rows)):  # read as they were written, in one go or several
+        write_lines(path, *rows[:end])
+        reader.update()
+
+    headline = judge_run(reader)
+
+    assert (headline.tone, headline.word) == (Tone.BAD, "Lost")
+    assert "since step 50" in headline.text
+    assert "was 2 at step 99" in headline.text
+
+
 def test_the_window_after_a_rollback_is_not_a_lost_run(tmp_path: Path) -> None:
     rows = [make_step(s, loss=None, grad_norm=0.0, skipped=True) if s >= 80 else make_step(s) for s in range(100)]
     headline = judge_run(RunReader(write_lines(tmp_path / "steps.jsonl", *rows)).read_all())
@@ -411,6 +498,8 @@ KEYS = (
 
 @given(st.lists(st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=5), max_size=6), ANYTHING)
 @settings(max_examples=60, deadline=None)
+@example([{"step": 0.0}], None)
+@example([{"step": False}, {"step": 1.0}], None)
 def test_no_line_of_any_shape_breaks_a_report(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]], about: object
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -223,6 +224,24 @@ def test_of_very_many_runs_only_the_comparison_is_written(tmp_path: Path) -> Non
     assert "article" not in [name for name, _ in page.elements]
     assert [a.get("data-show") for _, a in page.elements if a.get("data-show")] == [f"run{i}" for i in range(13)]
     assert "A report of fewer runs shows each of them in full" in page.text
+
+
+def test_the_command_sends_no_escape_sequence_of_a_run_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run\x1b[2J"
+    directory = open_directory(path)
+    directory.write_step(make_step(0))
+    cause = dataclasses.replace(CAUSE, symptom="\x1b]0;title\x07", op="\x1b[31mred")
+    directory.write_incident(make_incident(0, cause=cause))
+    directory.close()
+
+    assert main(["report", str(path), "-o", str(tmp_path / "report.html")]) == 0
+
+    shown = capsys.readouterr().out
+    assert "\\x1b[2J" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
 
 
 def test_a_report_is_a_page_and_nothing_else(tmp_path: Path) -> None:

@@ -254,6 +254,21 @@ def test_without_the_token_nothing_is_answered(root: Path) -> None:
         assert ask(address, "/", headers={"Authorization": "Bearer "}).status == 401
 
 
+@pytest.mark.parametrize(
+    ("path", "location"),
+    [
+        ("//elsewhere.example/", "/elsewhere.example/"),
+        ("/%5Celsewhere.example/", "/%5Celsewhere.example/"),  # a browser reads a backslash as a slash
+        ("/runs/a%3Fb%23c", "/runs/a%3Fb%23c"),
+        ("/runs/l%C3%B6ss", "/runs/l%C3%B6ss"),
+    ],
+)
+def test_the_token_is_taken_away_and_the_address_stays(root: Path, path: str, location: str) -> None:
+    with serve_in_thread(root, token="right") as address:
+        answer = ask(address, f"{path}?token=right")
+    assert (answer.status, answer.headers["location"]) == (303, location)
+
+
 def test_the_token_is_taken_once_and_then_kept_in_a_cookie(root: Path) -> None:
     with serve_in_thread(root, token="right") as address:
         first = ask(address, "/runs/first?token=right&a=b")

@@ -46,7 +46,7 @@ def write_hard_run(path: Path) -> None:
     run.close()
 
 
-@pytest.mark.parametrize("kind", ["everything", "hard", "torn"])
+@pytest.mark.parametrize("kind", ["everything", "hard", "torn", "corrupt"])
 def test_parts_joined_are_the_run_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "hard":
         write_hard_run(tmp_path)
@@ -55,6 +55,11 @@ def test_parts_joined_are_the_run_read_alone(tmp_path: Path, monkeypatch: pytest
     if kind == "torn":
         with (tmp_path / "steps.jsonl").open("a") as file:
             file.write('not a line\n{"step":600,"lo')
+    if kind == "corrupt":
+        lines = (tmp_path / "steps.jsonl").read_bytes().splitlines()
+        lines = [line[:-1] + b',"pad":"%s"}' % (b"x" * 4000) for line in lines]  # parts longer than the corrupt line
+        lines.insert(10, b"\0" * (1 << 19))
+        (tmp_path / "steps.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     alone = read(tmp_path, monkeypatch, worth_bytes=1 << 60)
     joined = read(tmp_path, monkeypatch, worth_bytes=1)
 
@@ -64,6 +69,7 @@ def test_parts_joined_are_the_run_read_alone(tmp_path: Path, monkeypatch: pytest
     assert (times[0]["x"][-1], times[0]["y"][-1]) == (times[1]["x"][-1], times[1]["y"][-1])
     assert list_numbers(joined) == list_numbers(alone)
     assert judge_run(joined) == judge_run(alone)
+    assert joined.steps.num_steps == alone.steps.num_steps == (430 if kind == "hard" else 600)
     assert joined.notes == alone.notes
     assert joined.steps.last_extra == alone.steps.last_extra
     assert joined.progress == 1
@@ -86,3 +92,17 @@ def test_where_no_process_can_be_started_the_files_are_read_alone(
     write_run(tmp_path, 50)
     monkeypatch.setattr(together.sys, "executable", str(tmp_path / "no-python"))
     assert read(tmp_path, monkeypatch, worth_bytes=1).steps.num_steps == 50
+
+
+def test_modules_in_the_current_directory_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run", 50)
+    here, trace = tmp_path / "here", tmp_path / "trace"
+    here.mkdir()
+    (here / "json.py").write_text(f"open({str(trace)!r}, 'w'); from this_is_not_json import *")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(together, "WORTH_BYTES", 1)
+
+    found = together.read_together([tmp_path / "run" / "steps.jsonl"], 100)
+
+    assert not trace.exists()
+    assert found is not None

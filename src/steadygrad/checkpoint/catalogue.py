@@ -27,6 +27,7 @@ MARKS = "marks.json"
 """What was learnt about a checkpoint after it was written. Not in the manifest: losing it loses no state."""
 RUN = "run"
 """Key of the run's id in a manifest's `about`."""
+# More than eight digits must match too, so names are ordered by `_parse_name`, never as text
 PATTERN = re.compile(r"step_(\d{8,})(?:-(\d+))?")
 
 
@@ -133,6 +134,7 @@ def read_infos(directory: Path) -> list[CheckpointInfo]:
             infos.append(read_info(folder))
         except DamagedCheckpoint:
             continue
+    # Not by step: after a resume from an older checkpoint, the newest save may have a lower step
     return sorted(infos, key=lambda info: info.serial)
 
 
@@ -142,7 +144,7 @@ def read_marks(folder: Path) -> Marks:
         fields: Any = json.loads((folder / MARKS).read_bytes())
         metrics = {str(k): float(v) for k, v in fields["metrics"].items() if math.isfinite(v)}
         suspect = None if fields["suspect"] is None else str(fields["suspect"])
-        return Marks(good=fields["good"] is True, suspect=suspect, metrics=metrics)
+        return Marks(good=fields["good"] is True, suspect=suspect, metrics=metrics)  # "false" is not proof
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Marks()
 

@@ -41,6 +41,7 @@ def note_given(optimizers: Sequence[Any]) -> Given:
 def _note_group(group: Mapping[str, Any]) -> dict[str, Any]:
     noted = {name: _as_plain(value) for name, value in group.items() if name != "params"}
     if "initial_lr" in noted:
+        # A scheduler sets `initial_lr` to what the user gave, and then changes `lr` at construction (warm-up)
         noted["lr"] = noted.pop("initial_lr")
     return {name: value for name, value in noted.items() if _is_plain(value)}
 
@@ -81,7 +82,7 @@ def apply_changes(changes: Sequence[Change], state: MutableMapping[str, Any]) ->
     for change in changes:
         group = state["optimizers"][change.optimizer]["groups"][change.group]
         place = sum(len(one["groups"]) for one in state["optimizers"][: change.optimizer]) + change.group
-        if change.name not in RATES or not change.before:
+        if change.name not in RATES or not change.before:  # from 0 there is no ratio
             group[change.name] = change.after
             continue
         ratio = change.after / change.before

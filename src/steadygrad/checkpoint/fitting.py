@@ -39,6 +39,7 @@ def load_weights(model: nn.Module, saved: Mapping[str, Any], *, where: str, stri
     if problems and strict:
         raise MismatchError(f"{where} does not fit the model: {'; '.join(problems)}. strict=False loads what fits.")
     fits = {k: v for k, v in saved.items() if not isinstance(v, Tensor) or (k in own and own[k].shape == v.shape)}
+    # Names were compared above; shapes that differ, which torch refuses even with strict=False, are left out
     model.load_state_dict(fits, strict=False)
     for problem in problems:
         logger.warning("%s: %s", where, problem)

@@ -145,7 +145,7 @@ def name_parameters(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
     for i, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for k, parameter in enumerate(group["params"]):
-                names.setdefault(id(parameter), f"optimizer {i} group {g} parameter {k}")
+                names.setdefault(id(parameter), f"optimizer {i} group {g} parameter {k}")  # the model's own name wins
     return names
 
 
@@ -176,7 +176,7 @@ def find_buffers(model: nn.Module, *, persistent: bool) -> Iterator[tuple[str, n
 
 def find_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if type(module).get_extra_state is not nn.Module.get_extra_state:  # the base class's own raises
             yield path, module
 
 
@@ -184,6 +184,7 @@ def _fill(tree: Any, collector: Collector) -> Any:
     """Replace tensor numbers in the tree by the live tensors."""
     if isinstance(tree, Slot):
         tensor = collector.sources[tree.index].tensor
+        # The local shard becomes a DTensor again: saved as a plain tensor, it would pass for the whole parameter
         return tensor if tree.mesh is None else tree.mesh.make_whole(tensor)
     if isinstance(tree, AsItIs):
         return None

@@ -28,6 +28,7 @@ class Infinities:
         """`own_extras`: names that the user chose. `looks=False`: nothing will be saved, so nothing is read."""
         self._model = model
         self._own = tuple(f"extras.{name}." for name in own_extras)
+        # Reads every buffer once, which waits for the device; only at construction
         self.buffers = set(count_nonfinite(dict(model.named_buffers()))) if looks else set()
         """Names of buffers that may be non-finite."""
         self._extras: set[str] = set()
@@ -46,6 +47,7 @@ class Infinities:
         buffers = {name.removeprefix(f"{place}."): name for name in bad for place in PLACES if name.startswith(place)}
         free = {name for name in buffers if name in live and not is_statistic(name) and not count_bad(name, live[name])}
         extras = {name for name in bad if name.startswith(self._own)} if self._own else set()
+        # Widened before the EMA is judged, since `_is_copy` compares with it; taken back if anything else is a fault
         known, self.buffers = self.buffers, self.buffers | free
         rest = set(bad) - extras - {buffers[name] for name in free}
         if any(not name.startswith(EMA) or not self._is_copy(name.removeprefix(EMA)) for name in rest):

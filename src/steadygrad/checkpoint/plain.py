@@ -76,22 +76,38 @@ def _pack(value: Any, path: str, take: Callable[[Tensor, str], Any]) -> Any:
             raise UnsupportedError(f"the state has a key {TENSOR!r} or {ARRAY!r} at {path}; these are reserved.")
         made = {_pack_key(key, path): _pack(item, f"{path}.{key}", take) for key, item in value.items()}
         return _remake(value, made)
-    if type(value) in (list, tuple, set):
+    # Exact types from here on: a subclass would be pickled as its own class, which `weights_only` refuses to load
+    if type(value) in (list, tuple):
         return type(value)(_pack(item, f"{path}.{i}", take) for i, item in enumerate(value))
+    if type(value) is set:
+        return _pack_set(value, path, take)
     if type(value) in PLAIN:
         return value
     if isinstance(value, enum.Enum):
         return _pack(value.value, path, take)
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"]
-        if isinstance(value, numpy.generic):
+        # Not long doubles: neither Python nor torch has a number for them
+        if isinstance(value, numpy.generic) and value.dtype.char not in "gG":
             return _pack(value.item(), path, take)
-        if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
-            return {ARRAY: take(torch.from_numpy(value.copy()), path), "dtype": value.dtype.str}
+        if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf" and value.dtype.char != "g":
+            native = value.astype(value.dtype.newbyteorder("="), order="C")  # a copy; torch has no other byte order
+            return {ARRAY: take(torch.from_numpy(native), path), "dtype": value.dtype.str}
     raise UnsupportedError(
         f"the state holds a {type(value).__module__}.{type(value).__qualname__} at {path}, and only numbers, text, "
         "tensors and dicts, lists and tuples of them are saved. Leave it out of the state, or save what it is made of."
     )
+
+
+def _pack_set(value: set[Any], path: str, take: Callable[[Tensor, str], Any]) -> set[Any]:
+    items = [_pack(item, f"{path}.{i}", take) for i, item in enumerate(value)]
+    try:
+        return set(items)
+    except TypeError:  # a tensor was replaced by a dict
+        names = ", ".join(sorted({type(item).__name__ for item in value}))
+        raise UnsupportedError(
+            f"the state holds a set of {names} at {path}, and a set can hold only numbers and text. Make it a list."
+        ) from None
 
 
 def _remake(like: Any, items: dict[Any, Any]) -> Any:
@@ -115,7 +131,9 @@ def _pack_tensor(tensor: Tensor, path: str, packed: Packed) -> Any:
         return _keep_odd(tensor, path, packed)
     file = MODEL if path.startswith(f"{MODEL}.") else STATE
     name = path.removeprefix(f"{MODEL}.") if file is MODEL else path
+    # The layout is part of the key: a view that begins at the same address is another tensor
     key = (file, tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    # All empty tensors have address 0 and would count as tied
     kept = packed._seen.get(key) if tensor.numel() else None
     if kept is None:
         kept = _unused(name, packed.files[file])
@@ -127,6 +145,7 @@ def _pack_tensor(tensor: Tensor, path: str, packed: Packed) -> Any:
     mark: dict[str, Any] = {TENSOR: f"{file}:{kept}"}
     if tensor.device.type != "cpu":
         mark["device"] = str(tensor.device)
+    # 0 means no overlap: an expanded tensor is loaded contiguous, since its strides name one element many times
     if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 0:
         mark["stride"] = tuple(tensor.stride())
     return mark
@@ -135,7 +154,7 @@ def _pack_tensor(tensor: Tensor, path: str, packed: Packed) -> Any:
 def _unused(name: str, names: Mapping[str, Any]) -> str:
     """Return `name`, with a number appended if a dotted key and a nested one collide."""
     made, number = name, 2
-    while made in names or made == "__metadata__":
+    while made in names or made == "__metadata__":  # a key that safetensors reserves
         made, number = f"{name}#{number}", number + 1
     return made
 
@@ -171,5 +190,6 @@ def _unpack_tensor(mark: dict[str, Any], find: Callable[[str], Tensor], devices:
         made = torch.empty_strided(tensor.shape, mark["stride"], dtype=tensor.dtype)
         tensor = made.copy_(tensor)
     if "device" in mark:
+        # An id lasts only as long as its tensor: the state and this dict belong together, in one Checkpoint
         devices[id(tensor)] = mark["device"]
     return tensor

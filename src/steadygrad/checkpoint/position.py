@@ -110,9 +110,10 @@ class _Source:
         for item in iterator:
             if self.init is not None:
                 batch, tag = item
-                self.workers[tag[0]] = tag[1]
+                self.workers[tag[0]] = tag[1]  # only empty batches have no tag, and `_draw_empty` has taken those
             else:
                 batch = item
+            # Before the yield: a state saved while the batch is in use must not give the batch again
             now.num_drawn += 1
             yield batch
         now.exhausted = True
@@ -139,6 +140,7 @@ class DataPositions:
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of one pass, or the rest of the pass that was interrupted when the state was saved."""
+        # The source holds the loader, so the id cannot pass to another one
         source = self._sources.setdefault(id(loader), _Source(loader))
         if source not in self._order:
             self._order.append(source)
@@ -151,9 +153,10 @@ class DataPositions:
             return
         if rested is not None:
             self._take_up(source, rested)
+        # Before `iter`, where a DataLoader draws the base seed of its workers
         now.start = capture_random(())
         now.start_generators = [one.get_state() for one in source.generators]
-        self._prepare_workers(source, now)
+        self._prepare_workers(source, now)  # before `iter` too: it starts the workers
         yield from source.draw(iter(source.loader), now)
 
     def end_epoch(self) -> None:
@@ -229,7 +232,7 @@ class DataPositions:
     def _reopen(self, source: _Source, now: _Pass, saved: Mapping[str, Any]) -> Iterator[Any]:
         """Return an iterator whose next item follows the last one drawn."""
         if source.init is not None:
-            self._give_workers_their_state(source, saved)
+            self._give_workers_their_state(source, saved)  # before `iter`, which starts them
         if source.is_stateful and saved["loader"] is not None:
             source.loader.load_state_dict(saved["loader"])
             iterator: Iterator[Any] = iter(source.loader)
@@ -308,12 +311,14 @@ def _as_tag(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_stateful_data_loader(loader: Any) -> bool:
+    # By name: torchdata is optional, and not imported here
     return type(loader).__module__.startswith("torchdata.stateful_dataloader") and isinstance(loader, DataLoader)
 
 
 def _can_skip(loader: Any) -> bool:
     """Whether this is a DataLoader whose sampler determines its batches and their order."""
-    plain = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    plain = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)  # a subclass may differ
+    # in_order=False (torch 2.6) yields batches as workers finish them
     return plain and loader.batch_sampler is not None and getattr(loader, "in_order", True)
 
 

@@ -43,7 +43,8 @@ class Proofs:
     def begin(self, step: int, path: Path | None = None, *, suspect: str | None = None) -> None:
         """Start counting for the state taken before `step`, or for an unproven one loaded from `path`."""
         with self._lock:
-            self._open[step] = _Proof(path, suspect=suspect)
+            proof = self._open[step] = _Proof(path, suspect=suspect)
+            self._settle(step, proof)
 
     def place(self, step: int, path: Path) -> None:
         """Note that it is on disk, and write next to it what was learnt meanwhile."""
@@ -53,6 +54,7 @@ class Proofs:
                 return
             proof.path = path
             if proof.metrics:
+                # Under the lock, or `add_metrics` could read the marks between this read and write and lose one of both
                 write_marks(path, metrics=proof.metrics)
             self._settle(step, proof)
 
@@ -75,6 +77,7 @@ class Proofs:
         """Count step `step` as healthy."""
         with self._lock:
             for saved, proof in list(self._open.items()):
+                # A checkpoint "before step n" holds the weights that step n used, so step n counts for it
                 if saved <= step:
                     proof.num_healthy += 1
                     self._settle(saved, proof)
@@ -82,10 +85,11 @@ class Proofs:
     def unhealthy(self, step: int, reason: str) -> None:
         """Count step `step` as unhealthy."""
         with self._lock:
-            for saved, proof in self._open.items():
+            for saved, proof in list(self._open.items()):
                 if saved <= step:
                     proof.num_healthy = 0
                     if proof.suspect is None:
+                        # The first reason stays: later failures may only be consequences
                         proof.suspect = reason
                         self._settle(saved, proof)
 

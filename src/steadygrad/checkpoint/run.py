@@ -74,6 +74,7 @@ class RunCheckpoints:
         self._model, self._optimizers = model, list(optimizers)
         self._extras = {name: extra for name, extra in extras.items() if hasattr(extra, "load_state_dict")}
         self._stateless = [name for name, extra in extras.items() if extra is not None and name not in self._extras]
+        # At construction: later values are the schedule's and the policy's, not the user's
         self._given = note_given(self._optimizers)
         own = [name for name in self._extras if name not in GIVEN]
         self._infinities = Infinities(model, own, looks=run_dir is not None)
@@ -91,6 +92,7 @@ class RunCheckpoints:
     def use_run(self, run_dir: Path, run_id: str) -> None:
         """Set where checkpoints go and which run they belong to."""
         if self._store is not None and run_dir != self._run_dir:
+            # Waits for its last save, which belongs to the old directory
             self._store.close()
             self._store = None
         self._run_dir, self._run_id = run_dir, run_id
@@ -116,6 +118,7 @@ class RunCheckpoints:
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield a loader's batches, and track the position if it can be saved."""
+        # Nothing can be saved without a run directory, so the loader is not wrapped and costs nothing
         return self._positions.iterate(loader) if self._follows_data else iter(loader)
 
     def end_epoch(self, step: int) -> None:
@@ -206,14 +209,18 @@ class RunCheckpoints:
             "accumulated": gather_accumulated(accumulated, self._model, self._buffers),
         }
         if self._config.clean:  # it would write zeros over a mask of -inf
-            for name in count_nonfinite(dict(self._model.named_buffers()), may_be=self._infinities.buffers):
+            found = count_nonfinite(dict(self._model.named_buffers()), may_be=self._infinities.buffers)
+            # Those of all ranks: each call of `_accept` is a collective
+            for name in sorted(set().union(*self._ranks.gather(list(found)))):
                 self._accept([f"model.{name}"])
         try:
             saved = self._write(store, state, step, metrics)
         except NonFiniteStateError as error:
+            # Raised on all ranks alike, so that all of them reach the gather in `_accept`
             if not self._accept(error.tensors):
                 raise
             saved = self._write(store, state, step, metrics)
+        # Only now: a save that raised is due again
         self._last_saved = step
         return saved
 
@@ -226,6 +233,7 @@ class RunCheckpoints:
     def _accept(self, bad: Collection[str]) -> bool:
         """Whether the non-finite values are intentional on all ranks; reported once."""
         accepted = self._infinities.accept(bad)
+        # A collective: every rank must come here equally often
         if self._ranks.many and not all(self._ranks.gather(bool(accepted))):
             return False
         if accepted:
@@ -285,6 +293,7 @@ class RunCheckpoints:
                 f"{checkpoint.info.path} was not saved by a Guard. Load it with CheckpointStore.load()."
             )
         changes = find_changes(self._given, state["given"])
+        # Before `put_back`, which writes the state into the optimizers
         apply_changes(changes, state)
         problems = put_back(checkpoint, self._model, self._optimizers, self._extras, strict=strict)
         if state["clip"] != self._clip:
@@ -294,6 +303,7 @@ class RunCheckpoints:
         accumulated = put_accumulated(state["accumulated"], self._model, self._buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
         self._random = live_random(state["random"])
+        # Also without a run directory: the resumed pass must continue in the middle
         self._follows_data = True
         self._last_saved = checkpoint.step
         if not checkpoint.info.run and self.is_own(checkpoint.info):
@@ -308,11 +318,13 @@ class RunCheckpoints:
         """
         if self._run_dir is None:
             return None
+        # The newest good one may still be without its mark, or be the one that is being written
         self.wait()
         infos = [info for info in read_infos(self.store.directory) if info.good and info.run == self._run_id]
         paths = [str(info.path) for info in sorted(infos, key=lambda info: info.serial, reverse=True)]
         given = {name: extra for name, extra in self._extras.items() if name in GIVEN}
         settings = {id(o) for o in self._optimizers if "scheduler" in given or owns_rate(o)}
+        # Rank 0's list for all: ranks may see another directory listing, and loading is a collective
         for path in self._ranks.gather(paths)[0] if self._ranks.many else paths:
             try:
                 checkpoint = self._load(path)

@@ -37,5 +37,6 @@ class Save:
         self.path, self.durable_seconds = path, time.perf_counter() - self._begin
 
     def _finish(self, error: str | None = None) -> None:
+        # Before the event: a waiter reads it as soon as it wakes
         self.error = error
         self._done.set()

@@ -46,7 +46,7 @@ from steadygrad.disk.write import WRITING, remove_folder, remove_leftovers, sync
 from steadygrad.errors import CheckpointError, NonFiniteStateError
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record.run_folder import read_run_id
-from steadygrad.state.finite import count_nonfinite
+from steadygrad.state.finite import count_nonfinite, replace_nonfinite
 from steadygrad.state.shards import is_dtensor, take_local
 
 logger = logging.getLogger("steadygrad")
@@ -86,14 +86,16 @@ class ShardedStore:
         """Save the state before step `step`; it is complete and on disk when this returns."""
 
         save = Save(step)
+        # From here on every rank makes the same collectives in the same order; one that leaves early hangs the others
         tree, shared, own = split_state(state)
-        self._check_finite(step, {**shared, **own}, set(may_be_nonfinite))
+        cleaned = self._check_finite(step, (shared, own), set(may_be_nonfinite))
         aside, target, serial = self._agree_on_folder(step)
         error: str | None = None
         try:
+            # Not through `_together`: it is a collective itself, and raises on all ranks if one fails
             _shared_tensors().write_tensors(shared, aside, group=self._ranks.group)
             entries = self._together(lambda: self._write_own(aside, tree, own))
-            self._together(lambda: self._finish(aside, target, entries, step, serial, metrics, about))
+            self._together(lambda: self._finish(aside, target, entries, step, serial, metrics, about, cleaned))
         except Exception as failure:  # the same on all ranks
             error = f"the checkpoint before step {step} could not be saved: {_describe(failure)}; earlier ones stay"
             self._failures.append(f"{error}. Training continues.")
@@ -104,18 +106,26 @@ class ShardedStore:
         else:
             save._place(target)
             if self._ranks.is_first:
-                self._proofs.begin(step, target)
+                self._proofs.begin(step, target)  # on rank 0 alone: one writer for the marks
         save.stall_seconds = time.perf_counter() - save._begin
         save._finish(error)
         return save
 
-    def _check_finite(self, step: int, named: Mapping[str, Tensor], may_be: set[str]) -> None:
-        """Refuse on all ranks if a value is not finite on any one."""
+    def _check_finite(self, step: int, parts: Sequence[dict[str, Tensor]], may_be: set[str]) -> dict[str, int]:
+        """Refuse on all ranks if a value is not finite on any one, or replace it in a copy; return what is replaced."""
+        named = {name: take_local(tensor) for part in parts for name, tensor in part.items()}
+        found = count_nonfinite(named, may_be=may_be)
         bad: dict[str, int] = {}
-        for found in self._ranks.gather(count_nonfinite({n: take_local(t) for n, t in named.items()}, may_be=may_be)):
-            bad |= found
-        if bad:
+        for other in self._ranks.gather(found):
+            # All ranks merge all counts, so that all raise or none does
+            bad |= other
+        if bad and not self.config.clean:
             raise NonFiniteStateError(f"the state before step {step}", bad)
+        for part in parts:
+            part |= {name: _replace(part[name], self.config.clean_value) for name in found.keys() & part.keys()}
+        if bad and self._ranks.is_first:
+            logger.warning("step %d: %d tensors were cleaned in the checkpoint: %s", step, len(bad), ", ".join(bad))
+        return bad
 
     def _agree_on_folder(self, step: int) -> tuple[Path, Path, int]:
         """Have rank 0 create the folder to write into; return its path, the final path and the serial number."""
@@ -127,7 +137,7 @@ class ShardedStore:
                 self._opened = True
             name = name_folder(step, [path.name for path in find_folders(self.directory)])
             aside = self.directory / f"{WRITING}{os.getpid()}-{name}"
-            remove_folder(aside)
+            remove_folder(aside)  # left by a failed save of a process with this id
             aside.mkdir()
             return aside.name, name, 1 + max((info.serial for info in read_infos(self.directory)), default=0)
 
@@ -137,12 +147,14 @@ class ShardedStore:
     def _write_own(self, aside: Path, tree: Any, own: Mapping[str, Tensor]) -> dict[str, FileEntry]:
         """Write this rank's own file; return sizes and hashes of all files that it wrote."""
 
+        # Serialised in memory first: an object that cannot be pickled leaves no half-written file
         content = io.BytesIO()
         torch.save({"tree": tree, "own": {name: tensor.detach().cpu() for name, tensor in own.items()}}, content)
         with (aside / _name_own(self._ranks.rank)).open("xb") as file:
             file.write(content.getbuffer())
             file.flush()
             os.fsync(file.fileno())
+        # torch names a rank's files `__<rank>_<n>.distcp`; the second underscore keeps rank 1 from taking rank 10's
         mine = [_name_own(self._ranks.rank), *(p.name for p in aside.glob(f"__{self._ranks.rank}_*"))]
         return _hash_files(aside, [*mine, _shared_tensors().METADATA] if self._ranks.is_first else mine)
 
@@ -155,6 +167,7 @@ class ShardedStore:
         serial: int,
         metrics: Mapping[str, float],
         about: Mapping[str, Any],
+        cleaned: dict[str, int],
     ) -> None:
         """On rank 0: write the manifest, rename the folder, then remove old checkpoints."""
         if not self._ranks.is_first:
@@ -165,12 +178,15 @@ class ShardedStore:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             files={name: entry for part in entries for name, entry in part.items()},
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
+            cleaned=cleaned,
             about={**describe_origin(self.run_id), NUM_RANKS: self._ranks.num, **about},
         )
+        # The manifest last: a folder without one is not a checkpoint
         with (aside / NAME).open("xb") as file:
             file.write(manifest.render())
             file.flush()
             os.fsync(file.fileno())
+        # Files were fsynced by the ranks that wrote them; then their names, then the folder's own name
         sync_folder(aside)
         aside.rename(target)
         sync_folder(self.directory)
@@ -183,6 +199,7 @@ class ShardedStore:
         result, error = None, ""
         try:
             result = call()
+        # Whatever it is, this rank must still reach the gather: the others are waiting there
         except Exception as failure:
             error = _describe(failure)
         answers = self._ranks.gather((result, error))
@@ -199,6 +216,7 @@ class ShardedStore:
         `live` is the present state of the training; its tensors determine which part each rank gets.
         """
         folders = [path] if path is not None else [info.path for info in self._rank()]
+        # Rank 0's list for all: a network file system may show the ranks different folders
         folders = [Path(name) for name in self._ranks.gather([str(folder) for folder in folders])[0]]
         reasons = []
         for folder in folders:
@@ -210,6 +228,7 @@ class ShardedStore:
                 logger.warning("checkpoint %s is not used: %s", folder.name, error)
                 continue
             if self._ranks.is_first and not info.good:
+                # On rank 0 alone: one writer for the marks
                 self._proofs.begin(info.step, info.path, suspect=info.suspect)
             return checkpoint
         if reasons:
@@ -287,6 +306,7 @@ def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks)
 
     _, live_shared, _ = split_state(live)
     own_file = info.path / _name_own(ranks.rank)
+    # After `_verify`: damage raises there, on all ranks; here it would raise on one, and the others would wait for it
     plain = load_plain(own_file if own_file.is_file() else info.path / _name_own(0))
 
     def make_room(name: str, record: Any) -> Tensor:
@@ -294,6 +314,7 @@ def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks)
         if like is None:
             like = _find_parameter(name, live_shared)
         if like is not None and like.shape == record.size:
+            # The live layout, so that a DTensor receives its own shard; the saved dtype, so that nothing is rounded
             return torch.empty_like(like, dtype=record.properties.dtype).detach()
         return torch.empty(record.size, dtype=record.properties.dtype)
 
@@ -337,6 +358,14 @@ def _hash_files(folder: Path, names: list[str]) -> dict[str, FileEntry]:
         return {
             name: FileEntry((folder / name).stat().st_size, tuple(hash_file(folder / name, pool))) for name in names
         }
+
+
+def _replace(tensor: Tensor, value: float) -> Tensor:
+    """Return a copy with every NaN and Inf of this rank's part replaced."""
+    made = tensor.detach().clone()
+    part = take_local(made)
+    part.copy_(replace_nonfinite(part, value))
+    return made
 
 
 def _name_own(number: int) -> str:

@@ -8,7 +8,6 @@ only torch's own record classes are allowed. Values that are not tensors are nev
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from steadygrad.errors import DamagedCheckpoint, UnsafePickleError
+from steadygrad.state.muted_warnings import warnings_muted
 
 METADATA = ".metadata"
 KNOWN = {
@@ -45,8 +45,7 @@ KNOWN = {
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any) -> None:
     """Write this rank's parts; every rank of the group must call it. A failure on one rank fails on all."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_muted():
         save(dict(tensors), storage_writer=FileSystemWriter(str(folder), sync_files=True), process_group=group)
 
 
@@ -54,8 +53,8 @@ def read_tensors(folder: Path, make_room: Callable[[str, Any], Tensor], *, group
     """Read all tensors, each into `make_room(name, record)`: a DTensor receives its part, any other the whole."""
     table = read_table(folder)
     tensors = {name: make_room(name, record) for name, record in table.state_dict_metadata.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    # torch warns that it reads in a single process, which is intended without a group
+    with warnings_muted():
         load(tensors, storage_reader=_Reader(folder, table), process_group=group, no_dist=group is None)
     return tensors
 
@@ -66,8 +65,10 @@ def read_table(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             table = _Unpickler(file, path).load()
+    # Before the broad one: an attack must not be reported as damage
     except UnsafePickleError:
         raise
+    # Broad: a corrupt pickle can raise anything
     except Exception as error:
         raise DamagedCheckpoint(folder, f"{METADATA} cannot be read: {error}") from error
     if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
@@ -78,6 +79,7 @@ def read_table(folder: Path) -> Metadata:
     outside = [
         info.relative_path
         for info in table.storage_data.values()
+        # A path with folders in it, or `..`, would make torch read any file of this machine
         if Path(info.relative_path).name != info.relative_path
     ]
     if outside:
@@ -92,6 +94,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._path = path
 
+    # The only place where a pickle obtains something to call
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -107,5 +110,6 @@ class _Reader(FileSystemReader):
         super().__init__(str(folder))
         self._table = table
 
+    # torch's own unpickles `.metadata` without restrictions
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._table

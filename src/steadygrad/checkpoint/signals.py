@@ -36,6 +36,7 @@ LATE_SECONDS = 1.0
 RETRY_SECONDS, MOST_RETRIES = 0.1, 100
 """How often, and how many times, to retry when the program is where a signal must not be answered."""
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+# Where torch defines its SIGCHLD handler: private, so only the name of its module is compared
 DATA_LOADER = "torch.utils.data._utils.signal_handling"
 Answer = Callable[[signal.Signals], None]
 _read_handler: Callable[[int], Any] = signal._signal.getsignal  # type: ignore[attr-defined]
@@ -106,6 +107,7 @@ class _Switchboard:
         self._owner = -1
         self._installed: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
+        # Reentrant: a handler runs in the main thread, perhaps while `remove` holds the lock there
         self._timer_lock = threading.RLock()  # once handlers are restored, a reminder would kill the process
         self._num_retries = 0
         self._heard_at = 0.0
@@ -118,6 +120,7 @@ class _Switchboard:
 
     def add(self, watch: SignalWatch) -> None:
         if self._owner != os.getpid():  # a child of the process that listened
+            # A fork inherits the lists, but the handlers and watches in them are the parent's
             self._owner, self._listeners, self._installed = os.getpid(), [], {}
         self._listeners.append(watch)
         self.has_left = False
@@ -125,7 +128,7 @@ class _Switchboard:
         for number, default in DEFAULTS.items():
             if number is signal.SIGINT and is_interactive():
                 continue
-            if signal.getsignal(number) in (default, signal.SIG_DFL):
+            if signal.getsignal(number) in (default, signal.SIG_DFL):  # any other handler is the user's
                 self._installed[number] = signal.signal(number, self._receive)
 
     def remove(self, watch: SignalWatch) -> None:
@@ -137,17 +140,19 @@ class _Switchboard:
         with self._timer_lock:
             self._settle()
             for number, before in self._installed.items():
-                if signal.getsignal(number) == self._receive:
+                if signal.getsignal(number) == self._receive:  # `==`: each access makes a new bound method
                     signal.signal(number, before)
         self._installed = {}
         theirs = _find_kept_back()
+        # Left wrapped while the process ends: workers that the same signal kills would raise during the exit
         if theirs is not None and not self.has_left:
             signal.signal(signal.SIGCHLD, theirs)
 
     def keep_workers_quiet(self) -> None:
         """Wrap torch's handler for dead workers; torch installs it with the first DataLoader that has any."""
-        theirs = _read_handler(signal.SIGCHLD)
+        theirs = _read_handler(signal.SIGCHLD)  # runs at each step
         if getattr(theirs, "__module__", None) == DATA_LOADER and callable(theirs):
+            # torch installs its handler once in a process, so wrapping it once is enough
             signal.signal(signal.SIGCHLD, functools.partial(_answer_dead_workers, theirs))
 
     @property
@@ -161,6 +166,7 @@ class _Switchboard:
         return any(watch.received is not None for watch in self._listeners)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        # First: this is our own reminder, which would otherwise count as a second signal and end the process
         if self._expects_reminder and os.getpid() == self._owner:
             self._expects_reminder, self.is_overdue = False, True
             if (self._is_printing or _is_unraisable(frame)) and self._num_retries < MOST_RETRIES:
@@ -169,6 +175,7 @@ class _Switchboard:
             else:
                 self._answer_here(signal.Signals(number))
             return
+        # Before the next test, for which any signal after the first is a second one
         if os.getpid() == self._owner and self.has_heard and time.monotonic() - self._heard_at < REPEAT_SECONDS:
             return
         if os.getpid() != self._owner or self.has_heard or not self._listeners:
@@ -186,22 +193,24 @@ class _Switchboard:
 
     def _answer_here(self, number: signal.Signals) -> None:
         """Answer between two instructions of the program, outside our own code: it has not returned to the guard."""
+        # The state is half changed; the guard answers by itself when its call ends, since `is_overdue` is set
         if any(watch.is_busy for watch in self._listeners):
             return
-        for watch in list(self._listeners):
+        for watch in list(self._listeners):  # a copy: answering closes the guard, which removes its watch
             if watch.answer is not None and watch.received is not None:
                 watch.answer(number)
 
     def _remind_later(self, number: int, seconds: float) -> None:
         def remind() -> None:
             with self._timer_lock:
-                if self._timer is timer:
+                if self._timer is timer:  # not one that was replaced or cancelled while it waited for the lock
+                    # Before the signal, which the main thread may handle at once
                     self._expects_reminder = True
                     # A signal wakes a sleep; a flag would not.
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
 
         self._timer = timer = threading.Timer(seconds, remind)
-        timer.daemon = True
+        timer.daemon = True  # a program that ends meanwhile need not wait for it
         with contextlib.suppress(RuntimeError):  # no more threads: the next step answers
             timer.start()
 
@@ -211,6 +220,7 @@ class _Switchboard:
 
         def save_first(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._is_printing = True  # the interpreter clears what a signal raises while it prints a traceback
+            # The traceback first: answering ends the process
             before(kind, error, trace)
             self._is_printing = False
             waiting = [watch for watch in self._listeners if watch.received is not None]
@@ -225,7 +235,7 @@ class _Switchboard:
         """Clean up when no watch listens any more."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._hook is not None and sys.excepthook is self._hook:
+        if self._hook is not None and sys.excepthook is self._hook:  # a hook installed after ours stays
             sys.excepthook = self._hook_before
         self._timer = self._hook = None
         self._expects_reminder = self._is_printing = self.is_overdue = False
@@ -261,6 +271,7 @@ def _is_unraisable(frame: FrameType | None) -> bool:
     """Whether the program is in a destructor or a weak reference's callback, which swallow what is raised in them."""
     while frame is not None:
         code = frame.f_code
+        # Compared by code object, since a frame holds no function
         if code.co_name == "__del__" or code is weakref.finalize.__call__.__code__:
             return True
         frame = frame.f_back
@@ -272,7 +283,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     default = DEFAULTS[signal.Signals(number)]
     signal.signal(number, default)
     if callable(default):
-        default(number, frame)
+        default(number, frame)  # for SIGINT it raises KeyboardInterrupt, and the kill below is not reached
     os.kill(os.getpid(), number)
 
 

@@ -144,6 +144,7 @@ class CheckpointStore:
         packed = pack({key: _as_state(value) for key, value in state.items()})
         cleaned = self._check(packed, step, self.config.clean if clean is None else clean, set(may_be_nonfinite))
         self._staged_free.wait()  # the previous save may still be writing from them
+        # When this returns the copies have arrived, and the training may change its tensors
         self._stage(packed)
         plain = _dump({"tree": packed.tree, "odd": packed.odd, "may_be_nonfinite": sorted(may_be_nonfinite)})
         manifest = Manifest(
@@ -155,9 +156,12 @@ class CheckpointStore:
             cleaned=cleaned,
             about=describe_origin(self.run_id) | dict(about or {}),
         )
+        # Only now: an error above must not leave the next save waiting for a writer that never started
         self._staged_free.clear()
+        # Before the writer starts: `place` ignores a step that it does not know
         self._proofs.begin(step)
         if not self.config.asynchronous or not self._start_writing(save, plain, manifest):
+            # Without a thread of its own, this save must not overtake one that is still being written
             self.wait()
             self._write(save, plain, manifest, None)
         save.stall_seconds = time.perf_counter() - save._begin
@@ -196,15 +200,18 @@ class CheckpointStore:
         try:
             try:
                 if before is not None:
+                    # One at a time: the name and the serial number come from what is on disk
                     before.join()
                 path = self._put_on_disk(save.step, plain, manifest)
             finally:
                 self._staged_free.set()  # once, and here: the next save takes them at once
             save._place(path)
+            # Before `_make_room`: an older checkpoint goes only when this one has been read back
             self._verify(path)
             self._proofs.place(save.step, path)
             self._make_room()
             self._complained = False
+        # In a thread nothing else would report it; the training goes on and learns of it through `take_failures`
         except Exception as failure:
             error = _describe(failure)
             self._proofs.drop(save.step)
@@ -232,6 +239,7 @@ class CheckpointStore:
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.directory)
             self._opened = True
+            # Remembered so that a folder on a disk that was unmounted is not created again on the disk below it
             self._device = self.directory.stat().st_dev
         elif not self.directory.is_dir():
             require_device(self.directory, self._device)
@@ -268,6 +276,7 @@ class CheckpointStore:
     def wait(self) -> None:
         """Wait until every save is on disk, or has failed."""
         if self._thread is not None:
+            # Each writer joins the one before it, so the last one's end is the end of all
             self._thread.join()
             self._thread = None
 
@@ -295,6 +304,7 @@ class CheckpointStore:
 
     def mark_good(self, step: int) -> None:
         """Mark the checkpoint before step `step` as good."""
+        # Or its count would go on, and the next unhealthy step would call it suspect
         self._proofs.drop(step)
         write_marks(self._find(step).path, good=True, suspect=None)
 

@@ -144,6 +144,7 @@ class _Hosts:
         """
         if not isinstance(state, dict):
             return self.number(state)
+        # A moment was on its parameter's device and follows it; what was elsewhere stays there
         home, was = take_local(live).device, self.name_device(loaded)
 
         def place(key: Any, value: Any) -> torch.device | None:
@@ -184,6 +185,7 @@ def put_back(
             f"{checkpoint.info.path} does not fit this training: {'; '.join(problems)}. Make model and optimizers as "
             "they were, or resume with strict=False to load what fits."
         )
+    # Before the parameters are listed: weights that FSDP2 has gathered would receive the values instead of the shards
     settle_shards(model)
     loaded = {**state["model"], **state["other_parameters"]}
     live = dict(each_parameter(model, optimizers))
@@ -210,6 +212,7 @@ def _number_state(
     return State(
         parameters=[(p, hosts.number(saved[name])) for name, p in fitting.items()],
         buffers=[
+            # Cast, since `compare_dtypes` has not seen the buffers that a state_dict omits
             (module, name, hosts.number(buffers[full].to(live.dtype), take_local(live).device))
             for persistent in (True, False)
             for full, module, name, live in find_buffers(model, persistent=persistent)
@@ -241,11 +244,12 @@ def _number_optimizer(
     for name, value in kept["state"].items():
         if name in parameters:
             loaded, parameter = parameters[name]
+            # None: nothing is known about the step count, so it goes to the device that it was saved from
             on_device = True if id(parameter) in now else False if then or hosts.name_device(loaded) == "cpu" else None
             state.append((parameter, hosts.number_state(value, loaded, parameter, step_on_device=on_device)))
     named = {(PARAMETER, name): parameter for name, (_, parameter) in parameters.items()}
     state += [(key, _find_keys(hosts.number(value), named)) for key, value in kept.get("other_state", {}).items()]
-    own = kept.get("own") if has_own_state(optimizer) else None
+    own = kept.get("own") if has_own_state(optimizer) else None  # missing in older checkpoints
     return OptimizerState(groups=groups, state=state, own=hosts.number(own))
 
 
@@ -269,6 +273,8 @@ def _put_gradients(gradients: Mapping[str, Tensor], model: nn.Module, optimizers
     for name, parameter in each_parameter(model, optimizers):
         saved = gradients.get(name)
         fits = saved is not None and saved.shape == parameter.shape
+        # A copy, so that the next backward does not add into the loaded state; None where nothing was saved, or it
+        # would add to gradients of this process
         parameter.grad = saved.to(parameter.device, copy=True) if fits and saved is not None else None
 
 
@@ -283,6 +289,7 @@ def gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: Buff
     """
     before = {}
     if buffers.has_begun:
+        # Cloned inside: on leaving, the buffers hold what the forwards made of them again
         with buffers.as_saved():
             before = {name: b.detach().clone() for name, b in model.named_buffers() if has_values(b)}
     if accumulated.num == 0:
@@ -303,6 +310,7 @@ def put_accumulated(saved: Mapping[str, Any], model: nn.Module, buffers: BufferK
     before = saved.get("buffers", {})
     if before:
         live = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers() if has_values(buffer)}
+        # The keeper copies what the buffers hold: show it those from before the step, then write back the present ones
         _write(live, before)
         buffers.begin()
         _write(live, {name: now for name, (_, now) in live.items()})
@@ -320,4 +328,4 @@ def put_accumulated(saved: Mapping[str, Any], model: nn.Module, buffers: BufferK
 def _write(live: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
     for name, (buffer, _) in live.items():
         if name in values and values[name].shape == buffer.shape:
-            buffer.data.copy_(values[name])
+            buffer.data.copy_(values[name])  # in place: the keeper holds this very tensor

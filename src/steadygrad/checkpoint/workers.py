@@ -34,9 +34,10 @@ class TaggingCollate:
     def __call__(self, samples: Any) -> tuple[Any, Tag | None]:
         info = get_worker_info()
         assert info is not None
-        if isinstance(samples, list) and not samples:
+        if isinstance(samples, list) and not samples:  # what `SkippingSampler` sends for a batch to leave out
             return None, None
         batch = self.collate(samples)
+        # After collate, which may draw too; no devices: a forked worker must not touch CUDA
         state = capture_random(())
         return batch, (info.id, state | {"torch": bytes(state["torch"].tolist())})
 
@@ -51,9 +52,11 @@ class ResumingInit:
     def __call__(self, worker: int) -> None:
         leave_signals_to_parent()
         if self.init is not None:
+            # Before the restore: a worker_init_fn usually seeds, and would undo it
             self.init(worker)
         if worker in self.states:
             if "numpy" in self.states[worker] and "numpy" not in sys.modules:
+                # A spawned worker may not have imported it yet, and `restore_random` takes it from sys.modules
                 import numpy  # noqa: F401
             restore_random(self.states[worker])
 
@@ -68,6 +71,7 @@ def leave_signals_to_parent() -> None:
     """Ignore signals sent to the whole group: workers end with their parent, after its last step, not before."""
 
     def obey_the_second(number: int, _: Any) -> None:
+        # Not for good: torch and multiprocessing end a worker that hangs with SIGTERM
         signal.signal(number, signal.SIG_DFL)
 
     with contextlib.suppress(ValueError):  # not in the main thread
@@ -102,6 +106,7 @@ class SkippingSampler:
             return
         skip.before()
         drawn = iter(self._batches)
+        # Indices only, no data; the sampler draws the random numbers that it drew then
         for _ in itertools.islice(drawn, skip.num_skipped):
             pass
         yield from ([] for _ in range(skip.num_empty))
@@ -114,8 +119,9 @@ class SkippingSampler:
 
 def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Copy a loader with other attributes. The user's own is unchanged; dataset and sampler are shared."""
+    # Through `__dict__`, since DataLoader.__setattr__ refuses to change a sampler after construction
     made = object.__new__(type(loader))
     made.__dict__.update(loader.__dict__)
     made.__dict__.update(changes)
-    made.__dict__["_iterator"] = None
+    made.__dict__["_iterator"] = None  # persistent workers of the user's own pass stay the user's
     return made

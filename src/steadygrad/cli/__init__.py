@@ -52,6 +52,7 @@ def _run(load: Callable[[], Any], arguments: Sequence[str] | None, name: str) ->
     from steadygrad.errors import SteadygradError
 
     try:
+        # Not standalone: click would end the process itself, with codes of its own (1 for Ctrl-C)
         code = load().main(args=arguments, prog_name=name, standalone_mode=False)
     except click.ClickException as error:
         error.show()
@@ -62,6 +63,7 @@ def _run(load: Callable[[], Any], arguments: Sequence[str] | None, name: str) ->
     except SteadygradError as error:
         _print_error(str(error))
         return FAILED
+    # A file that cannot be read or written is the user's to mend: no traceback
     except OSError as error:
         _print_error(_describe_os_error(error))
         return FAILED
@@ -74,7 +76,7 @@ def _run(load: Callable[[], Any], arguments: Sequence[str] | None, name: str) ->
 
         traceback.print_exc()
         return FAILED
-    return code if isinstance(code, int) else DONE
+    return code if isinstance(code, int) else DONE  # a command without context.exit returns None
 
 
 def _describe_os_error(error: OSError) -> str:

@@ -129,9 +129,11 @@ def run_programs(programs: Sequence[Program], folder: Path, console: Console, *,
     """Run one after the other, passing their output through."""
     for number, program in enumerate(programs, 1):
         console.say(f"\n[{number}/{len(programs)}] {program.name}: {program.about}", "bold")
+        # The scratch folder is gone afterwards: results are copied inside the block
         with tempfile.TemporaryDirectory() as scratch:
             run = run_program(program, folder, Path(scratch), console, quick=quick)
             if not quick and run.exit_code == DONE:
+                (folder / "results").mkdir(exist_ok=True)
                 for name in run.results:
                     shutil.copy(Path(scratch) / f"{name}.json", folder / "results")
         console.say(f"{program.name}: {describe(run)}", "red" if run.exit_code else "green")
@@ -144,8 +146,10 @@ def run_program(program: Program, folder: Path, scratch: Path, console: Console,
     environment = {**os.environ, "OUT": str(scratch), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if quick:  # small sizes gain nothing from threads, and lose much when other processes use the cores too
         environment.setdefault("OMP_NUM_THREADS", "1")
+    # -u: without it the lines of a long benchmark arrive only at its end
     command = [sys.executable, "-u", str(program.path), *(["--quick"] if quick else [])]
     start = time.perf_counter()
+    # One pipe for both: two would need two readers, or one fills up and the program hangs
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:

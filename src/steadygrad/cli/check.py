@@ -37,6 +37,7 @@ def check_script(
         Session(Options(config=make_config(sheet, num_steps), observe=True)).begin()
         _stop_after(num_steps + 1)  # the last step is not judged: the script ends inside it
 
+    # Not now: the script may set environment variables that count only before torch is imported
     when_torch_arrives(begin)
     failed = False
     try:
@@ -59,6 +60,7 @@ def make_config(sheet: CheckSheet, num_steps: int) -> GuardConfig:
 
     return GuardConfig(
         measure=MeasureConfig(scan_every=max(1, num_steps // 8)),
+        # As the user's rule it hears every fact, and finds nothing
         detect=DetectConfig(rules=(sheet,)),
         on_incident=note,
     )
@@ -75,6 +77,7 @@ def _stop_after(num_steps: int) -> None:
         if made >= num_steps:
             raise EnoughSteps(0)
 
+    # Global, for optimizers of every kind; it is never removed, because the command ends after the script
     register_optimizer_step_post_hook(count)
 
 

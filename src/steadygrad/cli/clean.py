@@ -39,7 +39,7 @@ def report_clean(console: Console, source: Path, target: Path, *, value: float, 
     from steadygrad.record.encode import to_json
     from steadygrad.scan.clean import clean_checkpoint
 
-    if not math.isfinite(value):
+    if not math.isfinite(value):  # float() of click takes nan and inf
         raise click.UsageError(f"--value must be a finite number, got {spell_number(value)}. Use 0.")
     with advising():
         report = clean_checkpoint(source, target, value=value, force=force)

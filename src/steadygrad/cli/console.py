@@ -49,9 +49,11 @@ class Console:
 
             shown = _break_lines(text, self._rich.width, hang)
             plain = bool(os.environ.get("NO_COLOR"))  # rich would still send bold and dim
+            # As Text: in a plain string rich would read [...] as markup
             self._rich.print(Text(shown, style="" if plain else style), soft_wrap=True)
             return
         encoding = getattr(self._file, "encoding", None) or "utf-8"
+        # flush: a pipe is block-buffered, and its reader follows a training by these lines
         print(text.encode(encoding, "replace").decode(encoding), file=self._file, flush=True)
 
     def show_table(self, header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
@@ -69,9 +71,11 @@ class Console:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        # Names come through the task: a column's own text is a format string, and is read as markup by default
+        name, text = (TextColumn(field, markup=False) for field in ("{task.fields[title]}", "{task.description}"))
+        columns = (name, BarColumn(), MofNCompleteColumn(), text)
         with Progress(*columns, console=self._rich, transient=True) as progress:
-            task = progress.add_task("", total=total)
+            task = progress.add_task("", total=total, title=title)
             yield lambda done, text: progress.update(task, completed=done, description=text)
 
 

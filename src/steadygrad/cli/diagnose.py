@@ -144,6 +144,7 @@ def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
         raise UsageError(
             f"--entry must be MODULE:FUNCTION, got {entry!r}. For a function step in train.py: train:step."
         )
+    # A console script has its own folder there, not the current one
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     with _naming_errors(f"{module_name} cannot be imported from {Path.cwd()}"):
@@ -168,6 +169,7 @@ def _naming_errors(what: str) -> Iterator[None]:
 
     try:
         yield
+    # Broad: whatever user code raises is an error about --entry, never our defect
     except (Exception, SystemExit) as error:
         ours = __file__, importlib.__file__
         own = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
@@ -196,7 +198,8 @@ def replay(fn: Callable[..., Any], model: nn.Module | None, saved: SavedBatch, w
     with contextlib.ExitStack() as stack:
         for device, dtype in saved.autocast.items():
             stack.enter_context(torch.autocast(device, getattr(torch, dtype)))
-        capture = Capture.take(fn, args, saved.kwargs, model=model)
+        capture = Capture.take(fn, args, saved.kwargs, model=model)  # notes the autocasts that are open here
+    # The random state of the failing step, not of this process: dropout must draw the same mask
     capture = dataclasses.replace(capture, random=saved.random or capture.random)
     cause = diagnose_capture(capture, scale=saved.scale)
     if cause is None:
@@ -236,7 +239,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     from steadygrad.errors import UsageError
 
     try:
-        return load_file(path)
+        return load_file(path)  # safetensors only: a pickle would run code
     except SafetensorError as error:
         raise UsageError(
             f"--weights {path} is not a safetensors file: {error}. Give one that holds the weights."

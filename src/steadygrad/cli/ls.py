@@ -48,6 +48,7 @@ def ls(runs_dir: Path, sort: str, as_json: bool) -> None:
 
     if not runs_dir.is_dir():
         raise UsageError(f"There is no folder {runs_dir}. Name the folder that holds your run directories.")
+    # Resolved: list_glances compares real paths with this one
     found = sorted(list_glances(runs_dir.resolve()), key=SORTS[sort])
     console = Console()
     if as_json:

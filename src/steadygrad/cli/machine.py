@@ -81,6 +81,7 @@ class Machine:
 def examine_machine() -> Machine:
     """Examine everything; takes a few seconds, mostly for the matmuls in separate processes."""
     with warnings.catch_warnings(record=True) as caught:
+        # So that a warning that was shown before is recorded too
         warnings.simplefilter("always")
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         bf16, fp16 = matmul_works(Precision.BF16), matmul_works(Precision.FP16)
@@ -100,6 +101,7 @@ def examine_machine() -> Machine:
         triton=triton,
         triton_is_usable=triton is not None and parse_version(triton) >= MIN_TRITON,
         min_triton=".".join(map(str, MIN_TRITON)),
+        # A container or taskset may allow fewer cores than cpu_count() says
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         has_nvidia_driver=shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists(),
@@ -128,6 +130,7 @@ def _steps_fused(kind: type[torch.optim.Optimizer], device: str) -> bool:
     weight.grad = torch.ones(2, device=device)
     try:
         kind([weight], fused=True).step()  # type: ignore[call-arg]
+    # What torch raises for fused=True differs between optimizers, devices and versions
     except (RuntimeError, TypeError, ValueError):
         return False
     return True
@@ -166,11 +169,13 @@ def _isa_cap_helps() -> bool:
         "from steadygrad.config import Precision\n"
         "assert works(Precision.BF16) and works(Precision.FP16)"
     )
+    # The new process must import this steadygrad, also from a checkout that is not installed
     source = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": ISA_CAP, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-c", code]  # -P: modules in the current directory must not be run
     try:
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=300, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0

@@ -37,6 +37,7 @@ class FieldOption(click.Option):
         self.kind = " | ".join(map(_name_type, self.types))
         self.is_switch = bool in self.types
         alone: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if self.is_switch else {}
+        # click makes an identifier of the first one: dots are not allowed in it
         names = [path.replace(".", "__"), spell_flag(path)]
         super().__init__(names, help=text, **alone)
 
@@ -46,6 +47,7 @@ class FieldOption(click.Option):
         if not isinstance(text, str) or (types.NoneType in self.types and text.lower() in ("none", "null")):
             return None
         for kind in (kind for kind in self.types if kind is not types.NoneType):
+            # The first type of a union that takes the text wins, in the order of the annotation
             with contextlib.suppress(ValueError, click.BadParameter):
                 return _convert(kind, text)
         wanted = " or ".join(ARTICLES.get(kind, kind) for kind in self.kind.split(" | "))
@@ -85,6 +87,7 @@ class FieldCommand(click.Command):
 
     def read_fields(self, ctx: click.Context) -> dict[str, Any]:
         """Return the fields that were given, path -> value."""
+        # Only what was written: a default must not override the file or what the run remembers
         given = click.core.ParameterSource.COMMANDLINE
         return {f.path: ctx.params[f.name] for f in self.fields if ctx.get_parameter_source(f.name) is given}
 
@@ -126,6 +129,7 @@ def list_fields(config: type, prefix: str = "") -> Iterator[FieldOption]:
 def read_help(config: type) -> dict[str, str]:
     """Map each field of the class and its bases to the docstring below it in the source; empty if there is none."""
     found: dict[str, str] = {}
+    # Bases first, so that a class that repeats a field gives it its own help
     for owner in filter(dataclasses.is_dataclass, reversed(config.__mro__)):
         with contextlib.suppress(OSError, TypeError):  # a class created at run time has no source
             body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]).body

@@ -92,18 +92,27 @@ def read_settings(run_dir: Path, name: str) -> Source | None:
 
 @contextlib.contextmanager
 def remember_settings(run_dir: Path, name: str, config: Any) -> Iterator[None]:
-    """Record the settings for the training inside. If it cannot begin, everything is left as it was."""
+    """Record the settings for the training inside. If it cannot begin, those of before are put back.
+
+    A folder that was made for it is removed after an error of ours; another one may come from the first step, and what
+    was recorded of that is kept.
+    """
+    # Looked at before the folder is made: only a folder of ours may be removed again
     path, is_ours, num_bytes = run_dir / SETTINGS, not run_dir.exists(), _measure_steps(run_dir)
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     run_dir.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"recipe": name, "config": config}, indent=1) + "\n", encoding="utf-8")
     try:
         yield
+    # It is a SteadygradError too, but of a training that has begun
     except TrainingHalted:
         raise
-    except SteadygradError:
-        if is_ours and not has_begun(run_dir):
-            shutil.rmtree(run_dir, ignore_errors=True)
+    except BaseException as error:
+        if is_ours:
+            # rmtree only where this call has made the folder and nothing was trained in it
+            if isinstance(error, SteadygradError) and not has_begun(run_dir):
+                shutil.rmtree(run_dir, ignore_errors=True)
+        # Not one step was added, so the settings of before still describe the run
         elif _measure_steps(run_dir) == num_bytes:
             path.unlink() if before is None else path.write_text(before, encoding="utf-8")
         raise
@@ -147,5 +156,6 @@ def name_folder(parent: Path, name: str) -> Path:
 
 def find_newest(parent: Path, name: str, *, holding: str = "") -> Path | None:
     """Return the latest folder named by `name_folder`, of those that contain a folder `holding`."""
+    # By name, which holds the time: a copy or a backup changes the time of the folder itself
     folders = sorted(path for path in parent.glob(f"{name}-[0-9]*") if (path / holding).is_dir())
     return folders[-1] if folders else None

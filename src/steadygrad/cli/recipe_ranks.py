@@ -30,6 +30,7 @@ def choose_together(choose: Callable[[], T]) -> T:
         return choose()
     from steadygrad.trainer.ranks import join_ranks, share_from_first
 
+    # Before the broadcast below, which needs the process group
     join_ranks()
     return share_from_first(choose)
 
@@ -44,6 +45,7 @@ def on_first_rank(context: contextlib.AbstractContextManager[None]) -> Iterator[
     from steadygrad.trainer.ranks import share_from_first
 
     with contextlib.ExitStack() as stack:
+        # Every rank calls it: a broadcast that one leaves out hangs the others. It returns once rank 0 has entered
         share_from_first(lambda: stack.enter_context(context))
         yield
 
@@ -62,6 +64,7 @@ def end_rank(code: int) -> NoReturn:
     from steadygrad.trainer.ranks import leave_ranks
 
     leave_ranks()
+    # os._exit flushes nothing
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

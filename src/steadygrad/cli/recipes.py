@@ -93,5 +93,5 @@ def _find_modules() -> dict[str, str]:
     found = {point.name: point.value for point in entry_points(group=GROUP)}
     if not any(module.partition(".")[0] == OWN for module in found.values()) and importlib.util.find_spec(OWN):
         # A checkout on the path, or an editable install older than these entry points: use the package's own table.
-        found = {**importlib.import_module(OWN).RECIPES, **found}
+        found = {**importlib.import_module(OWN).RECIPES, **found}  # an installed entry point wins
     return found

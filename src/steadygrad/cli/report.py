@@ -40,7 +40,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     console = Console()
     for run in write_report(runs, target):
         headline = judge_run(run)
-        console.say(f"{run.name}: {headline.word}. {headline.text}")
+        console.say(make_printable(f"{run.name}: {headline.word}. {headline.text}"))
         for note in run.notes:
             console.say(f"  note: {make_printable(note)}", "dim")
-    console.say(f"Written: {target} ({target.stat().st_size / 1e6:.1f} MB)", "green")
+    console.say(f"Written: {make_printable(str(target))} ({target.stat().st_size / 1e6:.1f} MB)", "green")

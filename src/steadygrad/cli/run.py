@@ -67,6 +67,7 @@ def run(
 
     config = GuardConfig() if config_file is None else GuardConfig.load(config_file)
     folder = run_dir.absolute() if run_dir is not None else _name_folder(target)  # the script may change directory
+    # Before anything is set up: STEADYGRAD=off must leave the plain script
     if is_switched_off():
         launch(target, arguments, as_module=as_module)
         return
@@ -75,6 +76,7 @@ def run(
     try:
         launch(target, arguments, as_module=as_module)
     except SystemExit as leaving:
+        # sys.exit() of a script that ended well still has to reach whole.end(); any other code is the script's own
         if leaving.code not in (None, 0):
             raise
     if whole.end():
@@ -83,6 +85,7 @@ def run(
 
 def _name_folder(target: str) -> Path | None:
     """Return a name such as runs/train-20260131-101500; without --run-dir only the first of several ranks writes."""
+    # Each rank would otherwise read its own clock and make a folder of its own
     if int(os.environ.get("RANK", "0")) > 0:
         return None
     name = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]

@@ -94,6 +94,7 @@ def _scan_all(
             try:
                 with advising():
                     scans.append(_scan_one(console, source, quiet=quiet, trust=trust))
+            # A checkpoint may vanish or be unreadable between the search and here
             except (SteadygradError, OSError) as error:
                 refused.append((str(source), str(error)))
     return scans, refused
@@ -104,6 +105,7 @@ def _scan_one(console: Console, source: Path, *, quiet: bool, trust: bool) -> Ch
     from steadygrad.scan.readers.formats import read_contents
     from steadygrad.scan.trusted import unpickled_copy
 
+    # Only --trust runs the pickle; every other way reads its bytes inertly
     with unpickled_copy(source) if trust else contextlib.nullcontext(source) as path:
         contents = read_contents(path)
         with _track(console, f"scanning {source.name}", _sum_bytes(contents.tensors), quiet=quiet) as advance:
@@ -154,4 +156,5 @@ def _track(console: Console, title: str, num_bytes: int, *, quiet: bool) -> Iter
 
 
 def _sum_bytes(tensors: Sequence[Any]) -> int:
+    # Tied tensors have one place and are read once
     return sum({tensor.place: tensor.num_bytes for tensor in tensors}.values())

@@ -145,6 +145,7 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     if request.predict is not None or request.sample:
         return _use_run(recipe, package, request, console)
     console = quiet_others(console)
+    # On rank 0 alone: the name of a new folder holds the time, and two ranks may read different seconds
     run_dir, config = choose_together(lambda: _choose(recipe, package, request))
     try:
         with on_first_rank(remember_settings(run_dir, recipe.name, to_plain(config))):
@@ -154,6 +155,7 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     except TrainingHalted as halted:
         console.say(f"Training was halted: {halted}", "red")
         code = FAILED
+    # Raised again: the exit code must say that it did not finish
     except KeyboardInterrupt:
         if has_begun(run_dir):
             console.say(f"To continue: steadygrad train {recipe.name} --resume {run_dir}")
@@ -210,6 +212,7 @@ def write_report_of(run_dir: Path, console: Console) -> None:
     target = run_dir / "report.html"
     try:
         write_report([run_dir], target)
+    # The training is over and saved: a report that fails must not change its exit code
     except (SteadygradError, ImportError, OSError) as error:
         console.say(f"No report was written: {error}", "yellow")
         return

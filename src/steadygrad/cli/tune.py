@@ -108,18 +108,21 @@ def run_tuning(
     from steadygrad.tune.write import write_tuning
 
     names = () if search is None else read_search(search)
+    # Starts no process group: workers meet in Optuna's storage only
     rank, is_shared = join_ranks(run_dir, storage)
     if rank > 0 and not names:
         return DONE  # only a search has something to share
     folder = choose_folder(target, run_dir, storage, resume=resume)
     resume = resume or is_shared
     subject = open_target(target, config_file, quick=quick, fields=fields)
+    # Before a folder is made, so that a wrong name leaves nothing behind
     check_search(subject, names)
     plan = plan_steps(subject.tunable.num_steps, folder, trials=trials if names else 0, steps=steps, resume=resume)
     request = describe_request(target, to_plain(subject.config) if subject.is_recipe else None, plan, names)
-    ledger = Ledger(folder if rank == 0 else None, request, resume=resume)
+    ledger = Ledger(folder if rank == 0 else None, request, resume=resume)  # one writer
     if rank == 0 or storage is None:
         make_folder(folder)
+    # A worker that joins must not draw the same trials again
     seed = None if resume else 0
     shared = (
         Search(open_study(storage, folder, request, name=study, resume=resume, seed=seed), names) if names else None
@@ -150,6 +153,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot be made: {error.strerror}. Give another folder by --run-dir.") from None
+    # mkdir succeeds on a folder that exists and is read-only
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"{folder} cannot be written by this user. Change that, or give another by --run-dir.")
 
@@ -212,6 +216,7 @@ def join_ranks(run_dir: Path | None, storage: str | None) -> tuple[int, bool]:
     import torch
 
     if torch.cuda.is_available():
+        # Modulo: more workers than GPUs share them
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return rank, True
 

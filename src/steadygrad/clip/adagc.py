@@ -40,12 +40,13 @@ class AdaGCClipper:
         """Scale the gradients; return the norm after clipping divided by the norm before."""
         rows = self._find_rows(m)
         state = self._state.on(m.packed.device)
-        gamma, count = state["gamma"][rows], state["count"][rows]
+        gamma, count = state["gamma"][rows], state["count"][rows]  # [N], [N]
         norms, seen = m.table[:, 0], m.table[:, 0] > 0
         factors = self._find_factors(m.norm, norms, gamma, count)
         new_gamma = torch.where(seen, self._move(norms * factors, gamma, count), gamma)
         self._state.advance(
             m,
+            # Out of place: after a bad step the old tensors are kept.
             gamma=state["gamma"].index_copy(0, rows, new_gamma),
             count=state["count"].index_copy(0, rows, count + seen),
         )
@@ -67,7 +68,7 @@ class AdaGCClipper:
         device = m.packed.device
         rows = self._rows.get(m.names)
         if rows is None or rows.device != device:
-            self._state.on(device)
+            self._state.on(device)  # created before it is extended
             new = [name for name in m.names if name not in self._row_of]
             self._row_of.update({name: len(self._row_of) + i for i, name in enumerate(new)})
             self._state.extend(len(new))

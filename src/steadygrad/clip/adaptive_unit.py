@@ -50,6 +50,7 @@ class AdaptiveUnitClipper:
         return any(part in name for part in self._settings.exclude)
 
     def _find_ratio(self, m: Measurement, before: Tensor, factors: Tensor) -> Tensor:
+        # The measured norms of what is left alone, [1] each: the ratio is that of all gradients.
         others = [row[:1] for row, name in zip(m.table.unbind(), m.names) if self._is_excluded(name)]
         norm_before = torch.linalg.vector_norm(torch.cat([before, *others]))
         norm_after = torch.linalg.vector_norm(torch.cat([before * factors, *others]))

@@ -36,6 +36,7 @@ class AutoClipper:
         """Return the factor for all gradients; on a bad step, which is not stored, it depends on past norms only."""
         state = self._state.on(m.packed.device)
         norms, count = state["norms"], state["count"]
+        # Stays on the device: the host does not know how many norms were stored.
         position = (count % self._window).long()
         written = norms.index_copy(0, position.reshape(1), m.norm.reshape(1))
         seen = m.norm > 0
@@ -46,7 +47,7 @@ class AutoClipper:
         """Return the threshold; inf or NaN, which clips nothing, while the ring is empty."""
         num_norms = count.clamp(max=self._window)
         is_filled = torch.arange(self._window, device=norms.device) < num_norms
-        ordered = torch.where(is_filled, norms, math.inf).sort().values
+        ordered = torch.where(is_filled, norms, math.inf).sort().values  # [window]; empty places last
         last = (num_norms - 1.0).clamp(min=0.0)
         rank = last * self._quantile
         below = rank.floor()

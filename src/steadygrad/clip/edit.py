@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Bounds of a ratio: above 0, as `Clipper.clip` promises, and below 1, since a coefficient of 1 means "not clipped".
 TINY = torch.finfo(torch.float64).tiny
 BELOW_ONE = 1.0 - torch.finfo(torch.float64).eps
 DOUBLE = (torch.float64, torch.complex128)
+HALF = (torch.float16, torch.bfloat16)
 
 
 def stored_values(gradient: Tensor) -> Tensor:
@@ -24,6 +26,21 @@ def stored_values(gradient: Tensor) -> Tensor:
     if gradient.layout is torch.sparse_coo:
         return gradient._values()
     return gradient.values()
+
+
+@torch.no_grad()
+def multiply(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply all gradients in place; dense ones take one launch per dtype and device."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        values = stored_values(gradient)
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    for (device, dtype), group in groups.items():
+        if device.type == "cpu" and dtype in HALF:  # there _foreach_mul_ rounds the factor to the dtype, mul_ does not
+            for values in group:
+                values.mul_(factor)
+        else:
+            torch._foreach_mul_(group, factor)
 
 
 def scale_gradients(gradients: Sequence[Tensor], factors: Tensor, sizes: Sequence[int]) -> None:

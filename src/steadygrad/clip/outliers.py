@@ -73,6 +73,7 @@ class OutlierClipper:
         self._norms.append(norm)
         bisect.insort(self._sorted, norm)
         if len(self._norms) > self._settings.window:
+            # The very number is there: both lists hold the same ones.
             del self._sorted[bisect.bisect_left(self._sorted, self._norms.popleft())]
 
     def _find_threshold(self) -> float:

@@ -48,6 +48,7 @@ class ZClipper:
         deviation = variance.sqrt()
         score = (norm - mean) / (deviation + self._settings.eps)
         is_spike = (count >= self._settings.warmup) & (score > self._settings.z)
+        # A score of 0 divides by zero only in the branch that is not selected.
         return torch.where(is_spike, mean + self._settings.z**2 * deviation / score, norm)
 
     def _move(self, value: Tensor, count: Tensor, mean: Tensor, variance: Tensor) -> dict[str, Tensor]:

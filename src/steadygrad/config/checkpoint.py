@@ -23,7 +23,7 @@ class CheckpointConfig:
     best_by: str = "val_loss"
     """The metric that makes a checkpoint the best one; lower is better, and a non-finite one never counts."""
     good_after: int = 20
-    """Healthy steps beyond a checkpoint before it counts as good."""
+    """Healthy steps beyond a checkpoint before it counts as good; 0: it does as soon as it is on disk."""
     asynchronous: bool = True
     """True: a save returns when the state has been copied to host memory, and a thread writes it."""
     clean: bool = False

@@ -32,7 +32,7 @@ def is_positive(value: Any) -> bool:
 
 
 def is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)  # True is an int
 
 
 def require_whole(owner: object, name: str, *, least: int, hint: str, why: str = "") -> None:
@@ -68,6 +68,7 @@ def require_positive(owner: Any, *, but: tuple[str, ...] = ()) -> None:
     """Require every field of `owner` with a numeric default to be positive, and an integer if the default is one."""
     for item in dataclasses.fields(owner):
         value = getattr(owner, item.name)
+        # A string, because every module of settings has `from __future__ import annotations`.
         optional = item.type == "int | None" and value is not None
         if item.name in but or not (is_number(item.default) or optional):
             continue

@@ -54,7 +54,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
     except ImportError:
         raise ConfigError("reading YAML needs PyYAML. Run: pip install 'steadygrad[yaml]', or use TOML.") from None
     try:
-        values = yaml.safe_load(_read_text(path))
+        values = yaml.safe_load(_read_text(path))  # safe: a tag in the file must not build an object
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {_spell_yaml(error)}.") from None
     if values is None:
@@ -144,6 +144,7 @@ def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], path: str,
                 errors.append(WrongField(f"{path}{error.field}" if error.field else where, error.problem, line))
             if error.field not in arguments:
                 return None
+            # Each round takes one argument away, so the loop ends.
             wrong.add(error.field)
             del arguments[error.field]
 

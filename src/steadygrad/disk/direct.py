@@ -18,6 +18,8 @@ BLOCK_BYTES = 4096
 """A multiple of the block size of every disk in use, and a page of memory on most systems."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _own = threading.local()
+_refusing: set[int] = set()
+"""Disks, by number, that have refused to be read past the cache."""
 
 
 def write_all(descriptor: int, data: memoryview) -> int:
@@ -38,12 +40,13 @@ def _write_blocks(descriptor: int, data: memoryview) -> int:
             _set_direct(descriptor, on=True)
             _write(descriptor, data[: len(data) - len(data) % BLOCK_BYTES])
     finally:
+        # Before any ordinary write: while the flag is set, the kernel refuses a size that is not whole blocks.
         _set_direct(descriptor, on=False)
     return os.lseek(descriptor, 0, os.SEEK_CUR) - position
 
 
 def _fits_blocks(descriptor: int, data: memoryview) -> bool:
-    if not _DIRECT or data.readonly or len(data) < BLOCK_BYTES:
+    if not _DIRECT or data.readonly or len(data) < BLOCK_BYTES:  # ctypes takes the address of writable memory only
         return False
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
     return address % BLOCK_BYTES == 0 and os.lseek(descriptor, 0, os.SEEK_CUR) % BLOCK_BYTES == 0
@@ -58,6 +61,12 @@ def _set_direct(descriptor: int, *, on: bool) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
 
 
+def _is_direct(descriptor: int) -> bool:
+    import fcntl
+
+    return bool(_DIRECT and fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT)
+
+
 def _write(descriptor: int, data: memoryview) -> None:
     while len(data):
         data = data[os.write(descriptor, data) :]
@@ -69,11 +78,22 @@ def read_at(descriptor: int, num_bytes: int, start: int) -> memoryview:
     if memory is None or len(memory) < num_bytes:
         memory = _own.memory = mmap.mmap(-1, num_bytes)  # shared: a fork meanwhile must not take pages from the read
     view = memoryview(memory)[:num_bytes]
-    with contextlib.suppress(OSError):
-        _set_direct(descriptor, on=True)
-        return view[: _read(descriptor, view, start)]
-    _set_direct(descriptor, on=False)
-    return view[: _read(descriptor, view, start)]
+    disk = os.fstat(descriptor).st_dev
+    if disk not in _refusing:
+        try:
+            _set_direct(descriptor, on=True)
+            return view[: _read(descriptor, view, start)]
+        except OSError:
+            _refusing.add(disk)
+    # The flag belongs to the open file: a thread that shares the descriptor, and began before the disk was known to
+    # refuse, may switch it on once more.
+    while True:
+        _set_direct(descriptor, on=False)
+        try:
+            return view[: _read(descriptor, view, start)]
+        except OSError:
+            if not _is_direct(descriptor):
+                raise
 
 
 def _read(descriptor: int, view: memoryview, start: int) -> int:
@@ -81,6 +101,7 @@ def _read(descriptor: int, view: memoryview, start: int) -> int:
     done, end = 0, min(len(view), os.fstat(descriptor).st_size - start)
     while done < end:
         got = os.preadv(descriptor, [view[done:]], start + done)
+        # The file became shorter since fstat; a loop that waits for the rest would never end.
         if not got:
             break
         done += got

@@ -72,6 +72,7 @@ class Manifest:
 
 
 def _render(fields: Mapping[str, Any]) -> bytes:
+    # These very bytes are compared on reading: another indent or order makes every earlier checkpoint damaged.
     return (json.dumps(fields, indent=1, sort_keys=False, allow_nan=False) + "\n").encode()
 
 
@@ -79,6 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder; raise DamagedCheckpoint with the reason if it cannot be trusted."""
     path = folder / NAME
     try:
+        # Before reading: the file may be anything, and json needs many times its size in memory.
         if path.stat().st_size > MAX_BYTES:
             raise DamagedCheckpoint(folder, f"{NAME} is too large to be one")
         data = path.read_bytes()
@@ -90,9 +92,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(folder, f"{NAME} cannot be read: {error.strerror or error}") from error
     try:
         manifest = _parse(json.loads(data))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        rendered = manifest.render()
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedCheckpoint(folder, f"{NAME} is damaged: {error!r}") from None
-    if manifest.render() != data:
+    # Proves the hash too, and refuses unknown fields and duplicate keys, which json.loads drops silently.
+    if rendered != data:
         raise DamagedCheckpoint(folder, f"{NAME} does not have the contents that it was written with")
     return manifest
 
@@ -102,6 +106,7 @@ def _parse(fields: Any) -> Manifest:
         raise ValueError(f"format {fields['format']!r} version {fields['version']!r} is not known here")
     files = {}
     for name, entry in fields["files"].items():
+        # A path in here would have files outside of the folder opened, and reported as part of the checkpoint.
         if name != os.path.basename(name) or name in ("", ".", "..", NAME):
             raise ValueError(f"{name!r} is not the name of a file beside it")
         files[name] = FileEntry(int(entry["num_bytes"]), tuple(map(str, entry["crc32"])))
@@ -110,6 +115,7 @@ def _parse(fields: Any) -> Manifest:
         serial=int(fields["serial"]),
         created=str(fields["created"]),
         files=files,
+        # json.loads accepts NaN, and rendering it raises; dropped here, it shows as contents that differ.
         metrics={str(k): v for k, v in fields["metrics"].items() if math.isfinite(v)},
         cleaned={str(k): int(v) for k, v in fields["cleaned"].items()},
         about=dict(fields["about"]),
@@ -151,6 +157,7 @@ def check_files(folder: Path, manifest: Manifest, *, written_now: bool = False) 
             raise DamagedCheckpoint(folder, f"{name} cannot be read: {error.strerror or error}") from error
         if found != entry.num_bytes:
             raise DamagedCheckpoint(folder, f"{name} has {found} bytes, {entry.num_bytes} were written")
+    # Sizes of all files come first: a truncated one is found without reading gigabytes of the others.
     with start_pool() as pool:
         for name, entry in manifest.files.items():
             try:
@@ -175,6 +182,7 @@ def hash_file(path: Path, pool: ThreadPoolExecutor, *, direct: bool = False) -> 
     with path.open("rb") as file:
         descriptor = file.fileno()
         starts = range(0, os.fstat(descriptor).st_size, PIECE_BYTES)
+        # All are taken before `with` closes the file: the number of a closed descriptor is soon another file's.
         waiting = [run_soon(pool, _hash_at, read, descriptor, start) for start in starts]
         return [take() for take in waiting]
 

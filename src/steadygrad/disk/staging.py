@@ -66,6 +66,7 @@ class StagedFile:
         header = _make_header({name: tensors[name] for name in order}, metadata)
         self._num_bytes = len(header) + sum(map(_count_bytes, tensors.values()))
         self._make_room(pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        # A bytearray, since frombuffer warns of memory that cannot be written.
         self._put(0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
         position = len(header)
         with ThreadPoolExecutor(COPIERS) as pool:
@@ -76,6 +77,7 @@ class StagedFile:
                     position += _count_bytes(tensors[name])
             for copy in copies:
                 copy.result()
+        # The copies were queued on these streams. Until they are done the memory holds parts of an earlier save.
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
@@ -83,7 +85,8 @@ class StagedFile:
         """Yield the file from its first byte on, in the pieces that are hashed."""
         for i, start in enumerate(range(0, self._num_bytes, PIECE_BYTES)):
             size = min(PIECE_BYTES, self._num_bytes - start)
-            # By address: a tensor's buffer needs numpy, which may not be installed.
+            # By address: a tensor's buffer needs numpy, which may not be installed. Nothing keeps the memory alive:
+            # the view is valid until the next stage(), which may replace the segment.
             yield memoryview((ctypes.c_ubyte * size).from_address(self._segments[i].data_ptr()))
 
     def _make_room(self, *, pinned: bool) -> None:
@@ -103,6 +106,8 @@ class StagedFile:
             size = min(PIECE_BYTES - offset, data.numel() - done)
             if not data.is_cpu:
                 part = self._segments[piece][offset : offset + size]
+                # Blocking unless CUDA: stage() waits for CUDA's streams only. A temporary of `_as_bytes` may be freed
+                # before its copy has run: the allocator gives the memory to later work of the same stream only.
                 part.copy_(data[done : done + size], non_blocking=data.is_cuda)
             elif pool is None or size < LARGE:
                 _move(self._segments[piece].data_ptr() + offset, data, done, size)
@@ -124,6 +129,7 @@ def _take_memory(num_bytes: int, *, pinned: bool) -> Tensor:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:  # the limit on locked memory is reached: slower, not wrong
             pass
+    # torch aligns to 64 bytes only; one block more leaves room to start at a block boundary.
     memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8)
     return memory[-memory.data_ptr() % BLOCK_BYTES :]
 
@@ -137,7 +143,7 @@ def _make_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
         fields[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)  # 8: the length in front
     return len(text).to_bytes(8, "little") + text
 
 
@@ -147,4 +153,5 @@ def _count_bytes(tensor: Tensor) -> int:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """Return its elements in row-major order, as bytes on the same device."""
+    # resolve_neg: the sign of a lazily negated view is a flag, which a copy of its bytes would lose.
     return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

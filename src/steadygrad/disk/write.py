@@ -29,7 +29,7 @@ def write_folder(
 ) -> None:
     """Write `files` and their manifest under the name `target`, which must not exist. Raise OSError on failure."""
     aside = target.with_name(f"{WRITING}{os.getpid()}-{target.name}")
-    remove_folder(aside)
+    remove_folder(aside)  # of an earlier process with the same id, as in containers
     try:
         aside.mkdir()
         with start_pool() as pool:
@@ -39,6 +39,7 @@ def write_folder(
         sync_folder(aside)
         aside.rename(target)
         sync_folder(target.parent)
+    # Not only OSError: a save that Ctrl-C ends must not leave gigabytes behind either.
     except BaseException:
         with contextlib.suppress(OSError):
             remove_folder(aside)  # give a full disk its space back
@@ -52,14 +53,17 @@ def _write_file(path: Path, pieces: Pieces, pool: ThreadPoolExecutor | None) -> 
         num_bytes = 0
         for piece in pieces:
             if pool is not None:
+                # Started before the write, so that hashing and writing overlap.
                 hashes.append(run_soon(pool, hash_piece, piece))
             num_bytes += write_all(file.fileno(), memoryview(piece))
+        # Before the rename: some file systems put a new name on disk ahead of the data that it stands for.
         os.fsync(file.fileno())
     return FileEntry(num_bytes, tuple(take() for take in hashes))
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a small file so that readers see its old or its new contents, never a mix. Not fsynced."""
+    # In the same folder: a rename is atomic only within one file system.
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_bytes(data)
     aside.replace(path)
@@ -96,6 +100,7 @@ def remove_leftovers(parent: Path) -> None:
         if prefix is None:
             continue
         owner = folder.name.removeprefix(prefix).partition("-")[0]
+        # Our own id counts as dead: the store calls this before its first save, so the folder is of an earlier process.
         if not owner.isdigit() or int(owner) == os.getpid() or not is_alive(int(owner)):
             with contextlib.suppress(OSError):
                 shutil.rmtree(folder)
@@ -109,6 +114,6 @@ def is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except OSError:  # EPERM: it exists and belongs to another user
         return True
     return True

@@ -58,11 +58,12 @@ def masked_cross_entropy(
     rows, target = widen(logits).movedim(class_dim, -1), target.long()  # [..., C], [...]
     counts = target != ignore_index
     if rows.shape[-1]:
-        counts = counts & (rows.detach().amax(-1) != -math.inf)
+        counts = counts & (rows.detach().amax(-1) != -math.inf)  # a row with a NaN counts, and shows
     if mask is not None:
         counts = counts & mask.bool()
+    # Before the softmax: a row of -inf gives NaN there, and a factor of 0 afterwards would keep it
     rows = select(rows, counts.unsqueeze(-1))
-    labels = torch.where(counts, target, 0)
+    labels = torch.where(counts, target, 0)  # ignore_index cannot be gathered from
     share = counts.to(rows.dtype)
     if weight is not None:
         share = select(_pick_class(weight.to(rows.dtype).expand_as(rows), labels), counts)
@@ -70,6 +71,7 @@ def masked_cross_entropy(
     if z_loss:
         losses = losses + share * z_loss * _squared_partition(rows)
     loss = reduce_loss(select(losses, counts), reduction, weight=share)
+    # A comparison that NaN fails, so that it passes; `clamp` would pass the value and drop its gradient
     return narrow(loss if ceiling is None else torch.where(loss > ceiling, ceiling, loss), logits, autocast_keeps=True)
 
 
@@ -113,6 +115,7 @@ def focal(
     require_not_negative("focal", "gamma", gamma, "Use 2.0, or 0.0 for plain cross entropy.")
     x, y = _clean(logits, target, mask)
     near = hold(x, 1e30)  # beyond, the power is 0 or 1 and its derivative would be 0 * inf
+    # For a label of 0 or 1 one side is -inf, which logaddexp leaves out of value and gradient
     miss = torch.logaddexp(F.logsigmoid(near) + (1 - y).log(), F.logsigmoid(-near) + y.log())  # log(1 - p_t)
     losses = (gamma * miss).exp() * bce_losses(x, y)
     if alpha is not None:
@@ -187,9 +190,11 @@ def _pick_class(rows: Tensor, labels: Tensor) -> Tensor:
 def _smooth_nll(rows: Tensor, labels: Tensor, share: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
     """Return the weighted negative log-likelihood of each row, mixed with the mean over classes that are not -inf."""
     logs = rows.log_softmax(-1)
+    # Held: a label whose logit is -inf has -inf here, and times a share of 0 that is NaN
     nll = -share * hold_above(_pick_class(logs, labels), -largest(rows))
     if not smoothing:
         return nll
+    # A class at -inf is ruled out: its log-probability would make the sum infinite
     possible = rows.detach() > -math.inf
     spread = select(logs if weight is None else logs * weight.to(logs.dtype), possible).sum(-1)
     return (1 - smoothing) * nll - smoothing * spread / possible.sum(-1).clamp(min=1)
@@ -201,6 +206,7 @@ def _squared_partition(rows: Tensor) -> Tensor:
 
 def _kl_of_logs(log_q: Tensor, log_p: Tensor) -> Tensor:
     p = log_p.exp()
+    # A NaN is selected although it fails `p > 0`: it must show
     log_p, log_q = (hold_above(select(v, (p > 0) | v.isnan()), -largest(v)) for v in (log_p, log_q))
     return p * (log_p - log_q)
 
@@ -208,6 +214,7 @@ def _kl_of_logs(log_q: Tensor, log_p: Tensor) -> Tensor:
 def _kl_of_probabilities(log_q: Tensor, p: Tensor) -> Tensor:
     has_mass, counts = p > 0, (p > 0) | log_q.isnan()
     log_q = hold_above(select(log_q, counts), -largest(log_q))
+    # `p * 0`, not 0: a NaN in p fails both conditions and must still show
     return torch.where(counts, p * (torch.where(has_mass, p, 1.0).log() - log_q), p * 0)
 
 

@@ -30,7 +30,7 @@ def safe_sqrt(x: Tensor, *, eps: float = 0.0) -> Tensor:
     require_tensors("safe_sqrt", x=x)
     require_eps("safe_sqrt", eps)
     wide = widen(x)
-    below = wide <= 0
+    below = wide <= 0  # NaN fails every comparison here and goes through the root
     root = torch.where(below | (wide < eps), 1.0, wide).sqrt()
     if eps > 0:
         root = torch.where(wide < eps, wide * eps**-0.5, root)
@@ -60,6 +60,7 @@ def safe_div(numerator: Tensor | float, denominator: Tensor | float, *, eps: flo
     require_eps("safe_div", eps)
     like, (top, bottom) = _promote(numerator, denominator)
     floor = max(1e-12 if eps is None else eps, smallest_normal(like))
+    # A tensor, not a number: `torch.where` of two numbers would have the default dtype
     least = torch.full_like(bottom, floor)
     bottom = torch.where(bottom.abs() < floor, torch.where(bottom < 0, -least, least), bottom)
     size = bottom.detach().abs()
@@ -93,6 +94,7 @@ def safe_atan2(y: Tensor, x: Tensor) -> Tensor:
     size = torch.maximum(wide_y.detach().abs(), wide_x.detach().abs())
     fixed = (size < smallest_normal(like)) | torch.isinf(size)
     scale = torch.where(fixed, 1.0, power_of_two_near(size))
+    # (0, 1) where it is fixed: any point at which the derivative exists
     turned = torch.atan2(torch.where(fixed, 0.0, wide_y) / scale, torch.where(fixed, 1.0, wide_x) / scale)
     constant = torch.atan2(wide_y.detach(), wide_x.detach())
     return narrow(torch.where(fixed, constant, turned), like, autocast_keeps=False)

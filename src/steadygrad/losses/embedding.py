@@ -43,7 +43,7 @@ def normalized_mse(
     if mask is not None:
         vectors = [select(v, mask) for v in vectors]
     unit_prediction, unit_target = [safe_normalize(v, axes, eps=least_norm(prediction)) for v in vectors]
-    losses = (unit_prediction - unit_target).square()
+    losses = (unit_prediction - unit_target).square()  # at most 4 in sum over a vector: nothing overflows
     return narrow(reduce_loss(losses, reduction, mask), prediction, autocast_keeps=True)
 
 
@@ -63,14 +63,15 @@ def info_nce(
     CLIP holds its scale at 100 or below; its gradient passes, so that it can come back.
     """
     _check_contrast(query, key, negatives, temperature, label_smoothing, reduction)
-    q, k = (_prepare(v, normalize=normalize) for v in (query, key))
+    q, k = (_prepare(v, normalize=normalize) for v in (query, key))  # [B, D], [K, D]
     scale = 1 / _hold_temperature(widen(temperature)) if isinstance(temperature, Tensor) else 1 / temperature
     with without_autocast(query.device):
         if negatives is None:
-            logits = q @ k.mT  # [B, B]
+            logits = q @ k.mT  # [B, K]; keys beyond the first B are further negatives
             labels = torch.arange(len(q), device=q.device)
         else:
             others = _prepare(negatives, normalize=normalize)
+            # Autocast would round these products to half precision, and the scale enlarges the error
             distractors = (others @ q.unsqueeze(-1)).squeeze(-1) if others.dim() == 3 else q @ others.mT  # [B, K]
             logits = torch.cat([(q * k).sum(-1, keepdim=True), distractors], dim=-1)
             labels = torch.zeros(len(q), dtype=torch.long, device=q.device)
@@ -93,7 +94,7 @@ def clip_loss(
     The scale is held at `max_scale`, where its gradient is zero: clamp a learned one in place after each step too.
     """
     _check_sides(image, text, logit_scale, max_scale, label_smoothing, reduction)
-    a, b = (_prepare(v, normalize=normalize) for v in (image, text))
+    a, b = (_prepare(v, normalize=normalize) for v in (image, text))  # each [B, D]
     scale = _hold_scale(logit_scale, max_scale)
     with without_autocast(image.device):
         logits = scale * (a @ b.mT)  # [B, B]
@@ -106,6 +107,7 @@ def clip_loss(
 
 
 def _hold_temperature(temperature: Tensor) -> Tensor:
+    # Straight-through: the value is held, the gradient is that of the free temperature
     return temperature + (hold_above(temperature, 0.01) - temperature).detach()
 
 

@@ -61,6 +61,7 @@ class StableLossFunctions:
         wide, logs = _bring_near_one(self._prepare("stable_einsum_similarity", features, normalize=normalize))
         middle = (len(wide) + 1) // 2
         with without_autocast(wide[0].device):
+            # [B^middle, D] @ [D, B^(M - middle)]
             logits = _multiply_rows(wide[:middle]) @ _multiply_rows(wide[middle:]).mT
         shape = [len(f) for f in wide]
         return narrow(self._hold(_scale_back(logits.reshape(shape), logs.sum())), features[0], autocast_keeps=False)
@@ -91,7 +92,7 @@ class StableLossFunctions:
         """Return [B, B]: minus the mean over the M features of the distance of row i to the mean of the rows j."""
         wide = self._prepare("stable_euclidean_distance_nd", features, normalize=normalize, one_batch=True)
         centre = self.stable_mean_n_vectors(*wide)
-        gaps = [f.unsqueeze(1) - centre.unsqueeze(0) for f in wide]
+        gaps = [f.unsqueeze(1) - centre.unsqueeze(0) for f in wide]  # each [B, B, D]
         # Not square(): its derivative doubles the gap, which may leave fp32, and 0 * inf is NaN.
         squares = [(gap * gap).sum(-1) for gap in gaps]  # each [B, B]
         far = self.stable_mean_n_vectors(*[(s + self.eps).sqrt() for s in squares])
@@ -138,6 +139,7 @@ def _bring_near_one(features: Sequence[Tensor], *, together: bool = False) -> tu
     """
     sizes = torch.stack([f.detach().abs().amax() if f.numel() else f.new_zeros(()) for f in features])
     sizes = sizes.amax().expand(len(features)) if together else sizes
+    # A select on the device: to ask for the largest entry would make the host wait
     logs = torch.where((sizes > 4096) & sizes.isfinite(), power_of_two_near(sizes), 1.0).log2()
     scaled = [f / log.exp2() for f, log in zip(features, logs)]
     return scaled, logs[0] if together else logs

@@ -45,7 +45,7 @@ def reduce_loss(losses: Tensor, reduction: str, mask: Tensor | None = None, weig
     if weight is None:
         return divide_sum(losses, count_kept(losses, mask, dims), dims)
     total = weight.sum()
-    return divide_sum(losses, torch.where(total == 0, 1.0, total), dims)
+    return divide_sum(losses, torch.where(total == 0, 1.0, total), dims)  # everything ignored: 0 / 1
 
 
 def require_reduction(function: str, reduction: str, allowed: Sequence[str] = REDUCTIONS) -> None:
@@ -67,14 +67,17 @@ def count_kept(x: Tensor, mask: Tensor | None, dims: Sequence[int], *, keepdim: 
 
 def divide_sum(x: Tensor, count: Tensor | int, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
     """The sum over `dims` by `count`; finite if all elements are, though their mean may round beyond the dtype."""
+    # Always both: asking first whether the plain sum overflows would make the host wait
     total, small = sum_along(x, dims, keepdim=keepdim), sum_along(x * HEADROOM, dims, keepdim=keepdim)
     mean = torch.where(_overflowed(total, small), small / (count * HEADROOM), total / count)
+    # Only what rounding put beyond the dtype is held: with an infinite element the mean stays infinite
     return torch.where(small.isinf(), mean, hold(mean, torch.finfo(x.dtype).max))
 
 
 def _add_up(losses: Tensor, top: float) -> Tensor:
     """Return the sum, held at `top`; a row that is beyond all numbers does not take the gradient of the others."""
     total, small = losses.sum(), (losses * HEADROOM).sum()
+    # The value is `top`; the second term is 0 and carries the gradient of the plain sum, 1 for each element
     held = torch.sign(small.detach()) * top + (small - small.detach()) / HEADROOM
     return torch.where(_overflowed(total, small), held, total)
 

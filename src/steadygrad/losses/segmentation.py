@@ -69,8 +69,9 @@ def structure_loss(
     along = F.avg_pool2d(y, (window, 1), stride=1, padding=(window // 2, 0))
     around = F.avg_pool2d(along, (1, window), stride=1, padding=(0, window // 2))
     weight = 1 + border_weight * (around - y).abs()  # [N, C, H, W]
+    # Divided before the sum over pixels, whose terms may be as large as fp32 allows
     share = weight / weight.sum((-2, -1), keepdim=True)
-    bce = (share * bce_losses(x, y)).sum((-2, -1))
+    bce = (share * bce_losses(x, y)).sum((-2, -1))  # [N, C]
     p = x.sigmoid()
     overlap, total = ((weight * v).sum((-2, -1)) for v in (p * y, p + y))
     losses = bce + _complement(overlap, total - overlap, smooth)
@@ -82,11 +83,12 @@ def _measure_overlap(
 ) -> tuple[Tensor, Tensor]:
     """Of each sample, the soft intersection and the sum of both areas."""
     x, y = widen(logits), widen(target)
+    # Masked before the sigmoid, so that a NaN there has no gradient, and again after it: sigmoid(0) is 0.5
     p = x if not from_logits else (x if mask is None else select(x, mask)).sigmoid()
     if mask is not None:
         p, y = select(p, mask), select(y, mask)
     p, y = (_flatten_samples(v) for v in (p, y))
-    return (p * y).sum(1), p.sum(1) + y.sum(1)
+    return (p * y).sum(1), p.sum(1) + y.sum(1)  # each [N]
 
 
 def _flatten_samples(x: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ def _flatten_samples(x: Tensor) -> Tensor:
 
 def _complement(part: Tensor, whole: Tensor, smooth: float) -> Tensor:
     """Return 1 - (part + smooth) / (whole + smooth); 0 where there is nothing to match."""
-    nothing = whole + smooth <= 0
+    nothing = whole + smooth <= 0  # NaN fails it and shows
     return torch.where(nothing, 0.0, 1 - (part + smooth) / torch.where(nothing, 1.0, whole + smooth))
 
 

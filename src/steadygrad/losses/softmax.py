@@ -38,8 +38,8 @@ def safe_log_softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) ->
 def _mask_rows(wide: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """-inf where masked, and a flag for each row of which nothing is left; such a row is all zeros."""
     if mask is not None:
-        wide = torch.where(mask.bool(), wide, -math.inf)
-    is_dead = (wide.detach() == -math.inf).all(dim, keepdim=True)
+        wide = torch.where(mask.bool(), wide, -math.inf)  # the mask may enlarge it, as broadcasting does
+    is_dead = (wide.detach() == -math.inf).all(dim, keepdim=True)  # a row with a NaN is not dead
     return torch.where(is_dead, 0.0, wide), is_dead
 
 

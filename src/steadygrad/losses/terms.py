@@ -45,6 +45,7 @@ class Loss:
         weighted = [weight * terms[name].reshape(()) for name, weight in self.weights.items() if weight != 0]
         return {
             "loss": torch.stack(weighted).sum(),
+            # Detached: what a caller logs or keeps would otherwise hold the graph and all its activations
             **{name: terms[name].detach().reshape(()) for name in self.weights},
         }
 

@@ -47,6 +47,7 @@ def safe_normalize(x: Tensor, dim: Dims = -1, *, eps: float | None = None) -> Te
     scaled, scale, is_zero = _scale_down(wide, dims)
     floor = max(1e-12 if eps is None else eps, smallest_normal(x))
     norm = torch.linalg.vector_norm(scaled, dim=dims, keepdim=True)
+    # `scaled` and the floor are both divided by the scale, so the quotient is that of the original vector
     unit = scaled / torch.maximum(norm, floor / scale)
     return narrow(torch.where(is_zero, 0.0, unit), x, autocast_keeps=True)
 
@@ -80,7 +81,7 @@ def safe_std(x: Tensor, dim: Dims = None, *, correction: int = 1, keepdim: bool 
 def _zero_sum(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
     """Return zeros of the shape of a sum, connected to the graph: the gradient is zero, not missing."""
     total = sum_along(x, dims, keepdim=keepdim)
-    return torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0.0)
+    return torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0.0)  # times 0 would keep a NaN
 
 
 def _norm_of(wide: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -95,8 +96,9 @@ def _scale_down(wide: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Te
 
     Subnormal numbers count as zero: the second derivative, one over the norm, has no number there.
     """
+    # Detached: the scale cancels out of the result, and its gradient would only be rounding
     size = wide.detach().abs().amax(dims, keepdim=True)
-    scale = torch.where(size.isinf(), 1.0, power_of_two_near(size))
+    scale = torch.where(size.isinf(), 1.0, power_of_two_near(size))  # inf / inf is NaN
     is_zero = size < torch.finfo(wide.dtype).tiny
     return torch.where(is_zero, 1.0, wide / scale), scale, is_zero
 

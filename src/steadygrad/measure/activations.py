@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from steadygrad.facts import ActivationScan, ActivationStats
 from steadygrad.measure.rows import PIECE, PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
+from steadygrad.measure.uncompiled import uncompiled
 
 SATURATED = 0.99
 """How far from the middle of its range, as a share of the way to the bound, an element counts as saturated."""
@@ -83,6 +84,7 @@ class ActivationWatch:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # Before anything that can fail: no hook may stay on the model.
         self._remove_hooks()
         try:
             self._pending = send_rows(self._rows, self._transfer)
@@ -99,13 +101,15 @@ class ActivationWatch:
         """Return the scan of the last forward, as that of `step`."""
         return self.pending.read(step)
 
+    @uncompiled
     def _observe(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not module.training or _get_current_dispatch_mode() is not None:
             return
         try:
             with torch.no_grad():
                 self._admit(name, module, output)
-        except Exception:
+        except Exception:  # measuring must never end the training
+            # Allowed inside a hook: torch walks a tuple made before the first of them was called.
             self._remove_hooks()
             self._rows = {}
 
@@ -174,6 +178,7 @@ def _measure_saturated(module: nn.Module, values: Tensor) -> Tensor:
         return values.new_full((), torch.nan, dtype=torch.float64)
     middle, half = (bounds[0] + bounds[1]) / 2, (bounds[1] - bounds[0]) / 2
     pieces = values.chunk(-(-values.numel() // PIECE))
+    # float(): half precision would round the threshold.
     counts = [((piece.float() - middle).abs() >= SATURATED * half).sum() for piece in pieces]
     return torch.stack(counts).sum().double() / values.numel()
 

@@ -23,6 +23,7 @@ NO_COLUMNS = 0x80 | 13 << 3
 
 def call_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return `func(*args, **kwargs)`; call this from `__torch_function__` itself."""
+    # Two up: the frame that made the call, above __torch_function__, which is ours.
     frame = sys._getframe(2)
     if frame.f_code is handle_torch_function.__code__:  # torch's own functions in Python: they are what is called
         function = frame.f_back
@@ -36,5 +37,6 @@ def call_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
 def _make_code(file: str, line: int, name: str) -> CodeType:
     units = len(TEMPLATE.co_code) // 2
     sizes = [min(8, units - start) for start in range(0, units, 8)]
+    # Each entry is followed by its line delta, 0.
     table = b"".join(bytes((NO_COLUMNS | size - 1, 0)) for size in sizes)
     return TEMPLATE.replace(co_filename=file, co_firstlineno=line, co_name=name, co_qualname=name, co_linetable=table)

@@ -79,6 +79,16 @@ class CallOrderWatch:
         self._walks_left = MOST_WALKS
         self._start_step()
 
+    def compile(self, device: torch.device) -> None:
+        """Load the kernels of the norm and of the constants now."""
+        parameter = nn.Parameter(torch.zeros(2, device=device, dtype=self._parameters[0].dtype))
+        parameter.grad = torch.ones_like(parameter)
+        factor = Factor(torch.ones((), device=device), is_division=True)
+        call = BackwardCall(loss=parameter.detach(), factors=(factor,), end="", where="")
+        norm = _find_norm([parameter, parameter])
+        assert norm is not None
+        send_rows({"factors": _pack_factors(call), "after": norm}, self._transfer)
+
     def begin(self, *, num_averaging: int) -> None:
         """Listen from now on; `num_averaging` ranks average their gradients."""
         self._num_averaging, self._steps_left = num_averaging, NUM_STEPS
@@ -140,6 +150,7 @@ class CallOrderWatch:
         """
         if self._clip is not None or self._copy_clip is None:
             return False
+        # _copy_clip holds the tensors, so the ids are still theirs.
         tensors = {id(tensor) for tensor in self._copy_clip.parameters}
         if not self._walks_left:
             return False
@@ -196,8 +207,10 @@ def _find_norm(parameters: Sequence[Tensor]) -> Tensor | None:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients or any(g.layout is not torch.strided or g.device != gradients[0].device for g in gradients):
         return None
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-    total: Tensor = torch.linalg.vector_norm(norms)
+    norms: Sequence[Tensor] = torch._foreach_norm(gradients)
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.double() for norm in norms]  # only then: it is one launch for each
+    total: Tensor = torch.linalg.vector_norm(torch.stack([*norms]).double())
     return total.reshape(1)
 
 

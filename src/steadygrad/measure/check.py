@@ -23,6 +23,7 @@ def check_nan_inf(tensor: Tensor, name: str = "tensor") -> bool:
     if not (values.is_floating_point() or values.is_complex()):
         return False
     values = values.coalesce().values() if values.layout is torch.sparse_coo else values
+    # Both counts in one transfer.
     num_nan, num_nonfinite = torch.stack([values.isnan().sum(), (~values.isfinite()).sum()]).tolist()
     if num_nan:
         logger.warning("NaN detected in %s", name)

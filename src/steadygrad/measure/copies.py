@@ -1,14 +1,17 @@
 """CopyWatch: evaluations of a copy of the model -> the average that was made by hand and never moves.
 
-Copies are modules of the model's own type, with parameters of the same names and shapes. They are looked up once, among
-all live objects (10 to 20 ms), after the first steps; then their calls are heard, without a trace in what the program
-saves. A copy that is called with gradients, in steps close together (a reference or a target network), or with other
-weights than the first ones is left alone from then on. So is one whose name does not say that it is an average: a
-teacher may stay as it is. Costs one small host read in each of the first evaluations of a copy, none in a step.
+Copies are modules of the model's own type, with parameters of the same names and shapes. They are looked up among all
+live objects, which takes 10 to 100 ms, when the watch is made; and once more after the first steps, but only if the
+type is referred to more often than before, since each new module refers to it. Then their calls are heard, without a
+trace in what the program saves. A copy that is called with gradients, in steps close together (a reference or a target
+network), or with other weights than the first ones is left alone from then on. So is one whose name does not say that
+it is an average: a teacher may stay as it is. Costs one small host read in each of the first evaluations of a copy,
+none in a step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import sys
@@ -54,6 +57,10 @@ class CopyWatch:
         """The copies; the program may drop them."""
         self._listener = QuietHook(self._hear, num_arguments=3)
         self._has_searched = False
+        self._copies: list[weakref.ref[nn.Module]] = []
+        with contextlib.suppress(Exception):  # lazy parameters, or a module that is being built
+            self._copies = [weakref.ref(copy) for copy in find_copies(model)]
+        self._num_references = sys.getrefcount(type(model))
         self.num_steps = 0
         """Steps made so far."""
         self.idle: tuple[str, str] | None = None
@@ -64,9 +71,14 @@ class CopyWatch:
         if self._has_searched or not first:
             return
         self._has_searched, self._first, self._sample = True, first, sample
-        for copy in find_copies(self._model)[:MOST_COPIES]:
+        for copy in self._find_copies()[:MOST_COPIES]:
             if hear_calls(copy, self._listener):
                 self._calls[copy] = _Calls(last=-APART)
+
+    def _find_copies(self) -> list[nn.Module]:
+        if sys.getrefcount(type(self._model)) > self._num_references:
+            return find_copies(self._model)
+        return [copy for copy in (one() for one in self._copies) if copy is not None]
 
     def close(self) -> None:
         """Stop listening."""
@@ -80,6 +92,7 @@ class CopyWatch:
     def _hear(self, copy: nn.Module, *_: Any) -> None:
         """A copy is about to be called."""
         calls, step = self._calls.get(copy), self.num_steps
+        # In the same step: further batches of one evaluation.
         if calls is None or step == calls.last:
             return
         is_apart = step - calls.last >= APART
@@ -129,6 +142,7 @@ def _list_shapes(module: nn.Module) -> dict[str, tuple[torch.Size, int]]:
 def find_average_name(module: nn.Module) -> str:
     """Return the name by which the calling code knows this module, if it says that it is an average; else ''."""
     for frame in _list_frames():
+        # Copied before it is walked: another thread may add a global meanwhile.
         for name, thing in [*frame.f_locals.items(), *frame.f_globals.items()]:
             if thing is module and _is_average(name):
                 return str(name)

@@ -61,7 +61,7 @@ class DependenceWatch:
             self._keep(labels, args, kwargs)
             if step == self._until - 1 and self._features:
                 self._finish(step)
-        except Exception:
+        except Exception:  # an unusual batch: collecting ends, until the next start
             self._until = -1
 
     def take(self, step: int) -> list[LabelDependence]:
@@ -100,12 +100,14 @@ class DependenceWatch:
             self._until = -1
             return
         self._features.append(torch.cat(parts, 1))
+        # Ignored labels, which are negative by default, join class 0.
         self._labels.append(target[:NUM_ROWS].clamp(min=0) % NUM_GROUPS)
 
     @torch.no_grad()
     def _finish(self, step: int) -> None:
         features, labels = torch.cat(self._features), torch.cat(self._labels)
         self._features, self._labels = [], []
+        # A feature that never varies would be 0 / 0.
         features = (features - features.mean(0)) / features.std(0).clamp(min=1e-12)
         groups = torch.arange(NUM_GROUPS, device=labels.device)
         one_hot = (labels[:, None] == groups).to(features.dtype)  # [samples, groups]
@@ -114,6 +116,7 @@ class DependenceWatch:
         orders = [torch.randperm(len(labels), generator=generator).to(labels.device) for _ in range(NUM_SHUFFLES)]
         shuffled = torch.stack([_spread(one_hot[order], features) for order in orders])
         shares = one_hot.double().mean(0)
+        # An empty class would be 0 * log(0), which is NaN.
         entropy = -(shares * shares.clamp(min=1e-30).log()).sum()
         row = torch.stack([spread.double(), shuffled.mean().double(), shuffled.std().double(), entropy])
         self._pending = (step, len(labels), send_rows({"dependence": row}, self._transfer))

@@ -25,6 +25,7 @@ class EditWatch:
     """Notes the steps before which the program changed a trained parameter."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        # Inference tensors have no version counter.
         self._parameters = [p for _, p in named if not p.is_inference()]
         self._versions: tuple[int, ...] | None = None
         self._recent: deque[int] = deque(maxlen=HABIT)
@@ -46,10 +47,13 @@ class EditWatch:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Ignore changes inside this context: we make them ourselves, and undo them."""
+        # A change by the program before this context must still be seen after it.
         was_changed = self._is_changed
-        yield
-        if self._versions is not None and not was_changed:
-            self.after_optimizer()
+        try:
+            yield
+        finally:
+            if self._versions is not None and not was_changed:
+                self.after_optimizer()
 
     @property
     def _is_changed(self) -> bool:

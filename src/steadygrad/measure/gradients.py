@@ -26,6 +26,7 @@ def as_dense(gradient: Tensor, name: str, *, sharded: bool = False) -> Tensor:
             f"the gradient of {name!r} is a DTensor (FSDP2 or tensor parallelism), whose shards need a norm "
             "across ranks. Use a Guard, wrap the model with DistributedDataParallel, or train it unsharded."
         )
+    # A collective where tensor parallelism left a pending sum: all ranks measure at the same point.
     values = take_local(finish_sum(gradient)).detach()
     if values.layout is not torch.strided:
         values = _sparse_values(values, name)

@@ -125,13 +125,14 @@ class CallWatch(TorchFunctionMode):
             if not self._broken:
                 look(*call)
         except Exception:
+            # What was not seen may include a hook, and then we must not differentiate through the graph.
             self._broken = self.reshapes.has_hooks = True
 
 
 def may_enter(model: nn.Module) -> bool:
     """Return whether entering a mode would have no effect on the program."""
     for module in model.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:  # the latter by module.compile()
             return False
         if isinstance(module, FAST_PATHS) and not module.training:
             return False
@@ -162,6 +163,7 @@ def find_leaves(loss: Tensor) -> list[Tensor]:
             continue
         if type(node).__name__ == "AccumulateGrad":
             leaves.append(node.variable)  # type: ignore[attr-defined]
+        # `seen` holds the nodes, and so their Python objects: a new one could have the id of one that was seen.
         new = {following for following, _ in node.next_functions} - seen
         seen |= new
         waiting += new

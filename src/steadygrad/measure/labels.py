@@ -29,6 +29,7 @@ NOT_TOKENS = ("label", "target", "position", "type", "mask")
 """Words in the names of integer arguments that are not tokens."""
 KEEPING = ("attention", "attn", "keep", "valid")
 """Words in the names of masks that are 1 where there is something to read."""
+# Beyond any token or label, and exact in float64.
 BIG = 1 << 52
 
 
@@ -113,7 +114,7 @@ def scan_labels(
     length = target.numel() // len(tokens) if tokens is not None and fits and target.numel() % len(tokens) == 0 else 0
     if tokens is not None and length and tokens.shape[1] - len(OFFSETS) <= length <= tokens.shape[1]:
         numbers[3] = _number(target, len(tokens))
-        rows, counted = target.reshape(-1, length), counted.reshape(-1, length)
+        rows, counted = target.reshape(-1, length), counted.reshape(-1, length)  # [B, T]
         numbers += _match(rows, counted, tokens.to(torch.int64))
         numbers += _look_at_padding(counted, tokens.to(torch.int64), call.mask)
         numbers.append(_count_hidden(tokens, masks))
@@ -141,18 +142,18 @@ def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> li
     """
     if mask is None or mask.device != tokens.device or not is_readable(mask):
         return [_number(tokens, 0)] * 4
-    ones = mask != 0
+    ones = mask != 0  # [B, T]
     zeros_are_padding = _is_one_token(tokens, ~ones) & ~_is_one_token(tokens, ones)
     ones_are_padding = _is_one_token(tokens, ones) & ~_is_one_token(tokens, ~ones)
     keep = torch.where(ones_are_padding, ~ones, ones)
     is_clear = zeros_are_padding | ones_are_padding
-    padded = (~keep).any(1) & keep.any(1) & is_clear
+    padded = (~keep).any(1) & keep.any(1) & is_clear  # [B]
     shift = 1 if counted.shape[1] < tokens.shape[1] else 0
     placed = torch.zeros_like(keep)
     placed[:, shift : shift + counted.shape[1]] = counted
     at_padding = (placed & ~keep & padded[:, None]).sum()
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    last = torch.where(keep, places, -1).amax(1, keepdim=True).clamp(min=0)
+    last = torch.where(keep, places, -1).amax(1, keepdim=True).clamp(min=0)  # [B, 1]
     padding = torch.where(keep, -BIG, tokens).amax()
     ends = (tokens.gather(1, last).squeeze(1) == padding) & ~placed.gather(1, last).squeeze(1) & placed.any(1) & padded
     lost = ends.sum() if shift else _number(tokens, 0)

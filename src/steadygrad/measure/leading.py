@@ -77,6 +77,7 @@ class AdamWatch:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
+                    # get(): the state is a defaultdict, and indexing would add an entry to what the program saves.
                     name, state = self._names.get(id(parameter)), optimizer.state.get(parameter)
                     if name is not None and state and _is_adam(parameter, group, state):
                         yield name, parameter, group, state
@@ -129,6 +130,7 @@ def _measure(parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) ->
 def _bias_correction(beta: Any, step: Any, device: torch.device) -> Tensor:
     """Return 1 - beta^step: float32 on the moment's device. A step counter on CUDA is not read back."""
     if isinstance(step, Tensor) and step.device.type != "cpu":
+        # In float64: 1 - beta^step cancels in the first steps.
         correction: Tensor = 1.0 - torch.pow(beta, step.double())
         return correction.float()
     return torch.full((), 1.0 - float(beta) ** float(step), device=device)

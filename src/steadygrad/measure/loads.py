@@ -61,13 +61,14 @@ def install() -> None:
     @functools.wraps(load)
     def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         global _depth
+        # Loads inside a load, as by hooks or modules that pass parts on, are not recorded by themselves.
         _depth += 1
         try:
             result = load(self, state_dict, *args, **kwargs)
         finally:
             _depth -= 1
         if not _depth and not torch.compiler.is_compiling():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the load itself has worked
                 _record(self, state_dict)
         return result
 
@@ -79,6 +80,7 @@ def _record(module: nn.Module, given: Mapping[str, Any]) -> None:
     if module in _trained:
         _later[module] = find_caller()
         return
+    # keep_vars: Parameters as such, by which _is_weight knows them.
     own = module.state_dict(keep_vars=True)
     tensors = [key for key, value in given.items() if isinstance(value, Tensor)]
     matched = [key for key in tensors if key in own]

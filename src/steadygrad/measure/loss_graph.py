@@ -81,7 +81,7 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
     calls, labels = [], []
     for node in _find_losses(loss.grad_fn):
         kind = shorten(node)
-        inner, moved = _pass_views(node.next_functions[0][0])
+        inner, moved = _pass_views(node.next_functions[0][0])  # the prediction comes first in all of LOSSES
         if inner is not None and shorten(inner) == "Log":
             before, more = _pass_views(inner.next_functions[0][0])
             if before is not None and shorten(before) == "Softmax":
@@ -110,6 +110,7 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
             classes = shape[1] if not moved or fed_by != "LogSoftmax" else shape[_sign(inner._saved_dim) % len(shape)]
             ignore, reduced = (
                 _sign(node._saved_ignore_index),
+                # A reduction of 0 is 'none'.
                 node._saved_reduction != 0 and read_saved(node, "weight") is None,
             )
             labels.append(Labels(target, ignore, classes, reduced, node is loss.grad_fn, inner))
@@ -172,6 +173,7 @@ def _read_hidden(node: Any) -> Tensor | None:
 
 def walk(root: Any) -> Iterator[Any]:
     """Yield the nodes of a graph, nearest first, at most `MAX_NODES`."""
+    # Holds the nodes, and so their Python objects: a new object could have the id of one that was seen.
     waiting, seen = deque([root]), {root}
     while waiting and len(seen) < MAX_NODES:
         node = waiting.popleft()

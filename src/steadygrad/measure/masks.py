@@ -29,4 +29,5 @@ def count_masks() -> int:
 
 def _note(_module: Any, name: str, _buffer: Any) -> None:
     global _num_made
+    # Nothing is returned: torch would register that in place of the buffer.
     _num_made += name.endswith("_mask")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from steadygrad.facts import NUM_COLUMNS, GradientTable, Reading
 from steadygrad.measure import gradients as _gradients
+from steadygrad.measure.kernels.foreach import EndToEnd
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.shards import is_sharded, take_local
 
@@ -37,6 +37,8 @@ class Plan:
         self.names = tuple(names)
         self.parameters = list(parameters)
         self.numels = tuple(_gradients.numel(p) for p in parameters)
+        self.sizes: list[int] = []
+        """Numbers of elements of the gradients; that of a part where `numels` counts the whole."""
         self.device = device
         self.length = HEADER + NUM_COLUMNS * len(self.names)
         self.addresses: list[int] = []
@@ -46,10 +48,10 @@ class Plan:
         self.triton: _triton.Plan | None = None
         self.absent: list[tuple[str, Tensor]] = []
         self.is_sharded = any(map(_gradients.is_dtensor, parameters))
-        self.starts = np.cumsum([0, *self.numels[:-1]])
-        """Where each gradient begins when they lie end to end."""
-        self.is_small = 0 < sum(self.numels) <= SMALL and all(self.numels) and not any(map(is_sharded, parameters))
-        """Whether the host measures all of them at once."""
+        # all(): for an empty slice numpy's reduceat returns an element of the next one.
+        is_small = 0 < sum(self.numels) <= SMALL and all(self.numels) and not any(map(is_sharded, parameters))
+        self.end_to_end = EndToEnd(self.numels) if is_small else None
+        """Where each gradient lies, if the host measures all of them at once."""
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
         """Return the trainable parameters without a gradient, and their share of the elements; free if none."""
@@ -70,6 +72,8 @@ class StepContext:
     num_dropped_microbatches: int = 0
     stale: tuple[str, ...] = ()
     """Parameters whose gradients were not cleared after the previous step."""
+    bad_rates: Mapping[int, float] = field(default_factory=dict)
+    """Position of a parameter group -> its learning rate, where that is NaN or Inf."""
 
 
 class Measurement:
@@ -106,6 +110,7 @@ class Measurement:
     def flags(self) -> Tensor:
         """Inputs of a fused optimizer: bad step (1 or 0) and 1 / clip coefficient: float32 [2]."""
         if self._flags is None:
+            # Numbers in host memory only: on a device the flags come with `packed`, and tolist() would wait.
             numbers = self.packed.tolist() if self._numbers is None else self._numbers
             bad, coefficient = numbers[FOUND], numbers[COEFFICIENT]
             self._flags = torch.tensor([bad, 1.0 / coefficient if coefficient else math.inf], dtype=torch.float32)
@@ -128,6 +133,7 @@ class Measurement:
     @property
     def table(self) -> Tensor:
         """The rows, [N, 5]."""
+        # A view: what is written into it is what the host reads.
         return self.packed[HEADER : self.plan.length].view(-1, NUM_COLUMNS)
 
     @property
@@ -186,6 +192,7 @@ class Measurement:
             num_microbatches=context.num_microbatches,
             num_dropped_microbatches=context.num_dropped_microbatches,
             stale=context.stale,
+            bad_rates=context.bad_rates,
             skipped=skipped,
             spoilt_buffers=spoilt_buffers or {},
         )

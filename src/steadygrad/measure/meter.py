@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.config import Implementation
-from steadygrad.errors import ConfigError
+from steadygrad.errors import ConfigError, UsageError
 from steadygrad.facts import NUM_COLUMNS
 from steadygrad.measure import gradients as _gradients
 from steadygrad.measure.kernels import foreach, reference
@@ -31,7 +31,7 @@ from steadygrad.measure.measurement import (
     Measurement,
     Plan,
 )
-from steadygrad.measure.ranks import FromRanks, Ranks
+from steadygrad.measure.ranks import NO_GRADIENTS, FromRanks, Ranks
 from steadygrad.state.shards import Fragment
 
 MAX_PLANS = 64
@@ -40,6 +40,7 @@ MIN_TRITON = (3, 6)
 """Oldest Triton version that the kernels were run with; with older ones the foreach implementation is used."""
 _gradient = operator.attrgetter("grad")
 _address = Tensor.data_ptr
+_size = Tensor.numel
 
 
 class Meter:
@@ -81,10 +82,9 @@ class Meter:
         from steadygrad.measure.kernels import triton
 
         values = [p.detach() for p in self._parameters]
+        # All or nothing, as in _prepare_triton: a single odd gradient sends all of them the general way.
         if all(v.dtype in triton.TRITON_DTYPES and v.is_contiguous() and v.device == values[0].device for v in values):
-            triton.measure_table(
-                values, torch.empty(len(values), NUM_COLUMNS, dtype=torch.float64, device=values[0].device)
-            )
+            triton.compile_for(values)
 
     @torch.no_grad()
     def measure(
@@ -92,17 +92,22 @@ class Meter:
     ) -> Measurement | None:
         """Measure all gradients; return None if no parameter has one.
 
-        `scale` is the loss scale that they still carry, `told_scale` the one to record.
+        `scale` is the loss scale that they still carry, `told_scale` the one to record. Where ranks exchange tables,
+        one without gradients takes part with a measurement without rows: see `check_gradients`.
         """
         last = self._last
         may_be_small = scale is None and not self._ranks.many and self._implementation is Implementation.FOREACH
+        # Not where one was absent: it may have a gradient by now, which the last plan would not show.
         m = self._measure_small(last, loss) if may_be_small and last is not None and not last.absent else None
         if m is None:
             plan, addresses = self._find_plan()
-            if plan is None:
+            if plan is None and not self._ranks.shares_tables:
                 return None
-            m = self._measure_small(plan, loss) if may_be_small else None  # as if it had been the last one too
-            m = m or self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
+            if plan is None:
+                m = self._measure_nothing(has_loss=loss is not None)
+            else:
+                m = self._measure_small(plan, loss) if may_be_small else None  # as if it had been the last one too
+                m = m or self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
         if self._ranks.many:
             self._join_ranks(m, loss)
         if told_scale is not None:
@@ -114,7 +119,7 @@ class Meter:
 
         What came before must not matter: the long way differs in the last bit, and a resumed run has no step before.
         """
-        if not plan.is_small:
+        if plan.end_to_end is None:
             return None
         grads: list[Tensor] = []
         for parameter, numel in zip(plan.parameters, plan.numels):
@@ -124,9 +129,10 @@ class Meter:
             if gradient.dtype is not torch.float32 or gradient.numel() != numel:  # resized: the plan is out of date
                 return None
             grads.append(gradient)
-        cells = foreach.measure_together(grads, plan.starts)
+        cells = foreach.measure_together(grads, plan.end_to_end)
         if cells is None:
             return None
+        # 1.0 stands for no loss: finite, so that it never makes a step bad. `has_loss` keeps it out of the Reading.
         header = _make_header(cells, 1.0 if loss is None else float(loss), self.max_norm)
         return Measurement(plan=plan, has_loss=loss is not None, numbers=[*header, *cells])
 
@@ -134,6 +140,7 @@ class Meter:
         self, plan: Plan, addresses: list[int], loss: Tensor | None, scale: Tensor | None, *, has_loss: bool
     ) -> Measurement:
         m = Measurement(
+            # Not zeroed: every implementation writes every cell, except for the one that pads the header.
             packed=torch.empty(plan.length, dtype=torch.float64, device=plan.device),
             flags=torch.empty(2, device=plan.device),
             plan=plan,
@@ -150,8 +157,15 @@ class Meter:
             self._measure_any(m, loss, inverse)
         return m
 
+    def _measure_nothing(self, *, has_loss: bool) -> Measurement:
+        """Return a measurement without rows, for the exchange with ranks that have some."""
+        plan = Plan((), (), self._parameters[0].device)
+        packed = torch.zeros(plan.length, dtype=torch.float64, device=plan.device)
+        return Measurement(packed=packed, flags=torch.zeros(2, device=plan.device), plan=plan, has_loss=has_loss)
+
     def _join_ranks(self, m: Measurement, own_loss: Tensor | None) -> None:
         """Make this the measurement of all ranks, and append the values that they exchanged."""
+        # share() is a collective: every rank must come here at the same point.
         if self._ranks.shares_tables:
             cut = [p if isinstance(p, Fragment) else p.grad for p in m.parameters if p.grad is not None]
             table, loss = self._ranks.share(m.table, m.names, cut, own_loss)
@@ -164,17 +178,32 @@ class Meter:
         """Return the values that the ranks exchanged, from the numbers of `m` on the host."""
         return self._ranks.read(numbers[m.plan.length :], has_loss=m.has_loss)
 
+    def check_gradients(self, m: Measurement, numbers: Sequence[float]) -> None:
+        """Raise an error on every rank if one had no gradients; `numbers` are those of `m` on the host.
+
+        Not when the gradients are measured: only the rank itself knows then, and the others would wait for it later.
+        """
+        if numbers[NUM_NONFINITE] >= NO_GRADIENTS:
+            bare = [self._ranks.name(rank) for rank, has in enumerate(self._ranks.gather(bool(m.names))) if not has]
+            raise UsageError(
+                f"no parameter of the optimizer has a gradient on {', '.join(bare)}. Run backward before guard.step() "
+                "on every rank, clear gradients after the step and not before it, and check that the loss depends on "
+                "the model's parameters there."
+            )
+
     def _find_plan(self) -> tuple[Plan | None, list[int]]:
         """Return the plan for the present gradients and, on the fast path, their addresses."""
         last = self._last
+        # Only while all have gradients: one that gets its first gradient now would not show among these addresses.
         if last is not None and last.triton is not None and len(last.parameters) == len(self._parameters):
-            try:  # most likely the same gradients at the same addresses as before: one pass over the list
-                addresses = list(map(_address, map(_gradient, last.parameters)))
+            try:  # most likely the same gradients at the same addresses as before: two quick passes over the list
+                grads = list(map(_gradient, last.parameters))
+                # Sizes too: the allocator gives a gradient that shrank (`p.data = ...`) the same memory again, and the
+                # kernels would write beyond its end.
+                if list(map(_address, grads)) == last.addresses and list(map(_size, grads)) == last.sizes:
+                    return last, last.addresses
             except (TypeError, RuntimeError, NotImplementedError):
                 pass  # one is missing, or sparse
-            else:
-                if addresses == last.addresses:
-                    return last, last.addresses
         return self._look_again()
 
     def _look_again(self) -> tuple[Plan | None, list[int]]:
@@ -184,12 +213,14 @@ class Meter:
         if not there:
             return None, []
         plan = self._plans.get(present)
-        if plan is None or plan.device != there[0].device:
+        sizes = list(map(_size, there))
+        if plan is None or plan.device != there[0].device or plan.sizes != sizes:
             if len(self._plans) >= MAX_PLANS:  # experts that come and go make ever new patterns
                 self._plans.clear()
             names = [name for name, yes in zip(self._names, present) if yes]
             plan = Plan(names, [p for p, yes in zip(self._parameters, present) if yes], there[0].device)
             plan.absent = [(n, p) for n, p, yes in zip(self._names, self._parameters, present) if not yes]
+            plan.sizes = sizes
             self._plans[present] = plan
         self._last = plan
         if self._implementation is Implementation.TRITON:
@@ -200,6 +231,7 @@ class Meter:
         """Measure any mix of devices, dtypes and layouts: a table for each device, gathered on the first one."""
         grads, table = [p.grad for p in m.parameters if p.grad is not None], m.table
         dense = [_gradients.as_dense(g, name, sharded=self._shards_allowed) for g, name in zip(grads, m.names)]
+        # Numbers in host memory are read with `.item()`; on a device that would wait for each of them.
         if self._implementation is Implementation.FOREACH and all(values.device.type == "cpu" for values in dense):
             _measure_on_host(m, grads, dense, loss, inverse, self.max_norm)
             return
@@ -220,7 +252,7 @@ class Meter:
             if implicit:
                 table[i, NUM_COLUMNS - 1] += implicit
         if inverse is not None:
-            table[:, :2] *= inverse
+            table[:, :2] *= inverse  # norm and max_abs; the others are counts
         _summarise(m, table, loss, self.max_norm)
 
 
@@ -241,14 +273,17 @@ def _measure_on_host(
         cells += (norm * unscale, max_abs * unscale, num_nonfinite, num_nan, num_zeros + implicit)
     header = _make_header(cells, 1.0 if loss is None else float(loss), max_norm)
     m.packed = torch.tensor([*header, *cells], dtype=torch.float64)
+    # An infinite divisor where the coefficient is 0, as in Measurement.flags.
     m.flags[0], m.flags[1] = header[FOUND], 1.0 / header[COEFFICIENT] if header[COEFFICIENT] else math.inf
 
 
 def _make_header(cells: Sequence[float], loss: float, max_norm: float | None) -> tuple[float, ...]:
     """Return the numbers before the rows."""
+    # hypot scales its arguments: squares of large norms do not overflow.
     norm = math.hypot(*cells[::NUM_COLUMNS])
     num_nonfinite, num_nan = sum(cells[2::NUM_COLUMNS]), sum(cells[3::NUM_COLUMNS])
     bad = float(num_nonfinite > 0 or not math.isfinite(loss))
+    # 1e-6 as in torch's clip_grad_norm_, so that both clip alike.
     coefficient = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
     return loss, norm, num_nonfinite, num_nan, bad, coefficient, 0.0, 0.0
 
@@ -267,6 +302,7 @@ def _prepare_triton(plan: Plan, grads: list[Tensor]) -> None:
     )
     plan.addresses = [g.data_ptr() for g in grads] if plain else []
     dtypes = [g.dtype for g in grads] if plain else []
+    # Not for new addresses, which are sent at each step: building a plan sends several tables to the device.
     if dtypes != plan.dtypes:
         plan.dtypes, plan.is_single_precision = dtypes, all(dtype is torch.float32 for dtype in dtypes)
         plan.triton = triton.Plan(grads) if plain else None
@@ -284,6 +320,7 @@ def _summarise(m: Measurement, table: Tensor, loss: Tensor | None, max_norm: flo
     packed[FOUND] = bad
     packed[LOSS_SCALE] = 0.0  # until the caller writes it
     m.flags[0] = bad
+    # 1e-6 as in torch's clip_grad_norm_.
     m.set_coefficient(norm.new_ones(()) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 

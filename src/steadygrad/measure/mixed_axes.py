@@ -30,6 +30,7 @@ class ReshapeWatch:
 
     def __init__(self) -> None:
         self.found: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []
+        # By identity, and weak: a mark must not keep an activation alive.
         self._padded: Any = WeakTensorKeyDictionary()
         self.has_hooks = False
         """Whether a backward of our own through this graph would be noticed: by hooks on tensors, or by recomputing."""

@@ -89,7 +89,7 @@ class ModelWatch:
 
     def scan(self, step: int) -> ModelScan:
         """Look again, after `step`."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a copy may be half-built or lazy: the rest of the scan goes on
             self._copies.search(self._first, _sample)
         own = {id(p) for p in self._model.parameters()}
         gone = [name for name, p in self._trained.named if id(p) not in own and id(p) not in self._foreign]
@@ -173,6 +173,7 @@ def _find_twins(model: nn.Module) -> list[tuple[str, str]]:
         for one, a in embeddings
         for other, b in linears
         if a is not b and a.shape == b.shape and a.device == b.device and is_readable(a) and is_readable(b)
+        # Weights that are all one number (zeros, ones) are equal by chance.
         and a.data_ptr() != b.data_ptr() and torch.equal(a, b) and bool((a != a.flatten()[0]).any())
     ]  # fmt: skip
 
@@ -247,7 +248,7 @@ def _list_names(function: Any) -> set[str]:
 def _find_states(saved: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     """Yield mappings from names to tensors inside a saved object."""
     if isinstance(saved, nn.Module):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a state_dict() of the program's own
             yield saved.state_dict()
     elif isinstance(saved, Mapping):
         if any(isinstance(value, Tensor) for value in saved.values()):

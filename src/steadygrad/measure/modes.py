@@ -3,7 +3,8 @@
 Flags are read and never set: programs redefine `train()`. A forward with gradients belongs to a step, one without
 gradients between two steps is an evaluation; inside a step function the latter is part of the step and ignored. In one
 evaluation of a model in eval mode, a torch function mode looks for dropout and batch norm that are active nevertheless.
-Cost: flags of the layers above once a step, and twice a block of evaluations; those of all modules when they change.
+Cost: flags of the layers above once a step; all modules when these flags change, and twice a block of evaluations,
+which is also when layers that came or went inside the model are noticed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ModeWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers: list[tuple[str, nn.Module]] = []
-        self._num_modules = -1
+        self._num_children = -1
         self._training: ModeScan | None = None
         self._seen: dict[bool, ModeScan] = {}
         self._facts: list[ModeScan | RandomEvaluation] = []
@@ -56,7 +57,8 @@ class ModeWatch:
 
     def note_training(self, step: int) -> None:
         """Note a forward with gradients; the last one before a step counts."""
-        self._find_layers()
+        if len(self._model._modules) != self._num_children:
+            self._list_layers()
         flags = [self._model.training, *[layer.training for _, layer in self._layers]]
         if flags != self._flags:  # else nothing has changed since the forward before
             self._flags, self._training = flags, self._read(step, is_evaluation=False)
@@ -110,7 +112,8 @@ class ModeWatch:
         return facts
 
     def _read(self, step: int, *, is_evaluation: bool) -> ModeScan:
-        self._find_layers()
+        # Each time, beside a step that costs far more: a layer may have come or gone anywhere inside.
+        self._list_layers()
         on = {True: 0, False: 0}
         norm_on = {True: 0, False: 0}
         fresh, stray, num_idle = [], [], 0
@@ -145,13 +148,9 @@ class ModeWatch:
             where=find_caller() if is_evaluation else "",
         )
 
-    def _find_layers(self) -> None:
-        """List the layers whose mode matters; list them again when the model has grown or shrunk."""
-        modules = self._model._modules
-        num_modules = len(modules)
-        if self._num_modules == num_modules and all(one is not None for _, one in self._layers):
-            return
-        self._num_modules = num_modules
+    def _list_layers(self) -> None:
+        """List the layers whose mode matters."""
+        self._num_children = len(self._model._modules)
         self._layers = [
             (name, module)
             for name, module in self._model.named_modules()
@@ -197,7 +196,7 @@ class _ActiveCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if "dropout" in name or name == "scaled_dot_product_attention":
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # an unusual call: the program's own must go through all the same
                 self._look(name, args, kwargs)
         elif name == "batch_norm":
             with contextlib.suppress(Exception):
@@ -207,6 +206,7 @@ class _ActiveCalls(TorchFunctionMode):
     def _look_at_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int) -> None:
         """Without running statistics those of the batch are meant; `place`: where the running mean is given."""
         mean = kwargs.get("running_mean", args[place] if len(args) > place else None)
+        # F.batch_norm and torch.batch_norm differ in where statistics stand, but both have `training` at 5.
         is_active = bool(kwargs.get("training", args[5] if len(args) > 5 else False))
         call = f"batch_norm at {find_caller()}"
         if is_active and mean is not None and call not in self.norms and len(self.norms) < MOST_CALLS:

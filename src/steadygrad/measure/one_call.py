@@ -22,5 +22,7 @@ def watch_one_call(model: nn.Module, mode: TorchFunctionMode, after: Callable[[]
         mode.__exit__(None, None, None)
         after()
 
+    # Registered before the mode is entered: were this to fail, nothing would be left open. `prepend`: the mode ends
+    # before the program's own forward hooks run.
     handles.append(model.register_forward_hook(leave, prepend=True, always_call=True))
     mode.__enter__()

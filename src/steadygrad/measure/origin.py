@@ -63,6 +63,7 @@ class OwnGradients:
 
     def _look(self, gradient: Tensor) -> None:
         if gradient.layout is torch.strided:
+            # Stays on the device: this runs inside backward.
             finite = gradient.detach().isfinite().all()
             before = self._is_finite
             self._is_finite = finite if before is None else before.to(finite.device) & finite
@@ -95,9 +96,12 @@ class OwnGradients:
         """Find the rank that began a bad step; call it at the same point on all. `signs`: what this rank itself saw."""
         if not self._ranks.many or not reading.is_nonfinite or self._ranks.is_joining:
             return Origin(from_ranks.began_on, self._spell(from_ranks.began_on, []))
+        # The one host read, after an incident only.
         mine = (own_finite is not None and not bool(own_finite), list(signs))
+        # Whatever this rank has seen itself: the gather needs all.
         answers = self._ranks.gather(mine)
         bad = from_ranks.began_on or tuple(rank for rank, (flag, _) in enumerate(answers) if flag)
+        # Not under a loss scaler, where overflows are routine.
         if not bad and not self._steps_left and reading.loss_scale is None:
             self._steps_left = NUM_STEPS
             self._watch(self._parameters)

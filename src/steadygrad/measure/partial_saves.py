@@ -80,6 +80,7 @@ class PartialSaves:
 def is_drawn(weight: Tensor) -> bool:
     """Return whether a weight has values as torch draws them for a new layer: uniform up to a bound; a host read."""
     values = weight.detach().flatten(1).float()
+    # torch's default for these layers: uniform up to 1 / sqrt(fan_in), with a deviation of that / sqrt(3).
     bound = values.shape[1] ** -0.5  # one over the root of the inputs of a unit
     largest, spread = float(values.abs().max()), float(values.std())
     return bool(0.9 * bound < largest <= bound * 1.0001 and abs(spread / (bound / 3**0.5) - 1) < 0.15)

@@ -110,6 +110,8 @@ class PeriodicScans:
             device = self._trained.named[0][1].device
             scan_inputs([torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)], {}).read(-1)
             self._program.compile(device)
+        if self._program_scans is not None:
+            self._program_scans.compile(self._trained.named[0][1].device)
 
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0
@@ -160,6 +162,7 @@ class PeriodicScans:
                 if self._graph is not None:
                     stack.enter_context(self._graph)
                 if due:
+                    # Before the function runs, which may change its batch in place.
                     looks.inputs = scan_inputs(args, kwargs, transfer=self._transfer)
                     stack.enter_context(self._activations)
                 yield
@@ -208,6 +211,7 @@ class PeriodicScans:
             looks.rms = self._adam.measure()
         due = due or (self._every > 0 and self.num_since == FIRST_STEPS)
         if due:
+            # A collective with several ranks: due by step numbers alone, which are the same on all.
             looks.weights = self._weights.begin()
         if self._program_scans is not None and looks.program_scans is not None:
             self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=due)
@@ -215,6 +219,7 @@ class PeriodicScans:
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
         self._read_opening()
+        # Before the scan of the weights is read, which asks what this step should have moved.
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step
@@ -229,14 +234,17 @@ class PeriodicScans:
         if looks.inputs is not None:
             facts.append(looks.inputs.read(step))
         elif (reading.is_nonfinite or reading.loss == 0.0) and looks.batch is not None:
+            # Waits for the device, which a bad step may.
             facts.append(scan_inputs(*looks.batch).read(step))
         if looks.activations is not None:
             facts.append(looks.activations.read(step))
         if looks.weights is not None:
             facts.append(looks.weights.read(step))
         elif reading.is_nonfinite:
+            # A collective with several ranks: their Readings are equal, so all of them scan.
             facts.append(self._weights.scan(step))
         if self._program_scans is not None:
+            # tuple(): read() is a generator, and the list grows while it runs.
             facts.extend(self._program_scans.read(reading, looks.program_scans, tuple(facts)))
         return [*facts, *self._program.read(reading)]
 

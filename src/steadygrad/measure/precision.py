@@ -3,7 +3,7 @@
 Copies a sample of the half-precision weights, and counts with the next scan how many of those with a gradient have not
 moved at all. In the first steps hooks note whether the layers run in the format that autocast asks for, whether the
 forward is in float16, and whether a recomputed forward starts from the same random state. The hooks are removed after
-`NUM_STEPS` steps, and not set where something is compiled. Waits for nothing.
+`NUM_STEPS` steps, and not set where something is compiled. Waits for nothing, if no learning rate is on the device.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ class ForwardWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # Bound to the list: it is emptied in place, and self._hooks must never be another one.
         weakref.finalize(self, remove_hooks, self._hooks)
         self._names = {module: name for name, module in model.named_modules()}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -223,6 +224,7 @@ def _count_stuck(sampled: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     for parameter, then in sampled:
         if parameter.grad is None or parameter.grad.layout is not torch.strided:
             continue
+        # Equal shapes: the same places are taken of gradient, weight and old weight.
         has_gradient = _take(parameter.grad) != 0
         same = _take(parameter) == then
         counts.append(torch.stack([(same & has_gradient).sum(), has_gradient.sum()]).double())
@@ -235,6 +237,7 @@ def _take(tensor: Tensor) -> Tensor:
 
 
 def _is_in_backward() -> bool:
+    # Of this thread; -1 outside any backward.
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -50,6 +50,7 @@ class ProgramWatch:
 
     def __init__(self, trained: TrainedParameters, *, every: int) -> None:
         """`every`: steps between two periodic scans; 0 switches the watch off."""
+        # With more copies unread than slots, sending would wait.
         transfer = Transfer(slots=16)
         self._model, self._every = trained.model, every
         self._modes = ModeWatch(trained.model)
@@ -120,6 +121,7 @@ class ProgramWatch:
             return
         tensors = list(find_tensors(args, kwargs))
         if tensors:
+            # Addresses hold for this step only, while the caller holds the batch.
             self._given = frozenset(t.data_ptr() for _, t in tensors if is_readable(t) and not t.is_floating_point())
             is_loose = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
             self._note_batch(tensors, is_given=not is_loose)
@@ -132,6 +134,7 @@ class ProgramWatch:
         """A loss is about to be differentiated; `reshapes`: what was seen of the calls that made it."""
         if not self._every or loss.grad_fn is None or (self._loss is not None and self._loss() is loss):
             return
+        # Weak: a loss holds its graph.
         self._loss = weakref.ref(loss)
         self._next_step, self._has_batch = step, False
         number, self._num_backwards = self._num_backwards, self._num_backwards + 1
@@ -142,6 +145,7 @@ class ProgramWatch:
             self._try(self._look, step, loss, number, True)
         elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
             self._try(self._look, step, loss, number, False)
+        # Do not keep the batch alive beyond its backward.
         self._call = None
 
     def after_optimizer(self, step: int) -> None:

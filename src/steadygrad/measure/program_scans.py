@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from steadygrad.facts import Fact, ModelScan, ParameterScan, Reading
@@ -59,6 +60,7 @@ class ProgramScans:
         self._trained = trained
         self._group = None if ranks is None else ranks.group
         self._ddp = None if ranks is None else ranks.ddp
+        # As in PeriodicScans: up to four copies a step, and two steps may be in flight.
         self._transfer = Transfer(slots=8)
         self._broken: set[str] = set()
         self._first: list[Fact] = []
@@ -69,6 +71,10 @@ class ProgramScans:
         )
         self._model = ModelWatch(trained)
         self._precision = PrecisionWatch(trained, transfer=self._transfer)
+
+    def compile(self, device: torch.device) -> None:
+        """Load the kernels of the first steps now."""
+        self._calls.compile(device)
 
     def begin(self) -> None:
         """Look at the program before its first step, and listen to it from then on."""
@@ -88,6 +94,7 @@ class ProgramScans:
         self._precision.close()
 
     def _join_ranks(self) -> RankAgreement | None:
+        # Boards are numbered: every rank must make its own in the same order.
         board = open_board(self._group)
         return None if board is None else RankAgreement(board, self._trained.model, self._ddp)
 
@@ -109,6 +116,7 @@ class ProgramScans:
 
     def read(self, reading: Reading, pending: PendingProgram | None, facts: Sequence[Fact]) -> Iterator[Fact]:
         """Yield the facts about a judged step; `facts` are those of the other scans."""
+        # This is a generator: nothing here runs unless the caller exhausts it.
         first, self._first = self._first, []
         yield from first
         if pending is not None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from steadygrad.measure.uncompiled import uncompiled
+
 
 class QuietHook:
     """Calls a bound method, whose object it does not keep alive, and returns None; does nothing in a compiled graph."""
@@ -18,11 +20,13 @@ class QuietHook:
     def __init__(self, hear: Callable[..., None], *, num_arguments: int) -> None:
         self._hear, self._num_arguments = weakref.WeakMethod(hear), num_arguments
 
+    @uncompiled
     def __call__(self, *arguments: Any) -> None:
         if torch.compiler.is_compiling():  # first: dynamo cannot trace the weak reference
             return
         hear = self._hear()
         if hear is not None:
+            # This runs inside the program's forward: nothing of ours may raise there.
             with contextlib.suppress(Exception):
                 hear(*arguments)
 

@@ -59,10 +59,12 @@ def look_at_batch(args: Sequence[Any], kwargs: Mapping[str, Any], transfer: Tran
         for path, tensor in find_tensors(args, kwargs):
             if len(rows) == MAX_TENSORS:
                 break
+            # A Parameter among the arguments is not data, and is equal on all ranks by design.
             if path not in rows and is_readable(tensor) and tensor.numel() and not isinstance(tensor, nn.Parameter):
                 bits = hash_bits(tensor.detach())
                 floats = tensor.is_floating_point()
                 largest = tensor.detach().abs().amax() if floats else bits.new_ones(())
+                # In halves: float64 holds 53 bits, the hash has 64.
                 rows[path] = torch.stack([(bits & 0xFFFFFFFF).double(), (bits >> 32).double(), largest.double()])
                 if floats and tensor.numel() > 1:
                     sizes[path] = tensor.numel()
@@ -85,6 +87,7 @@ class RankAgreement:
     @property
     def num_averaging(self) -> int:
         """Number of ranks over which the gradients are averaged; 0 if they are not, or not before each step."""
+        # A communication hook may average seldom or with losses, so that ranks differ by design.
         if self._ddp is None or getattr(self._ddp, "_comm_hooks", None):
             return 0
         group: Any = self._ddp.process_group
@@ -113,6 +116,7 @@ class RankAgreement:
         found: list[RankScan] = []
         for topic, (number, step, polls) in list(self._open.items()):
             self._open[topic] = (number, step, polls + 1)
+            # Each poll is a request to the store.
             if polls & (polls - 1):  # ask at 0, 1, 2, 4, 8, ...
                 continue
             notes = self._board.read(topic, number)
@@ -128,6 +132,7 @@ class RankAgreement:
             other = note.split(" ")
             if rank == self._board.rank or other[:2] != mine[:2]:
                 continue
+            # Where DDP averages, gradients are not sent: both columns are zeros, and count as equal.
             rows = zip(self._names, _cut(mine[2]), _cut(other[2]), _cut(mine[3]), _cut(other[3]))
             differing = tuple(name for name, one, another, push, pull in rows if one != another and push == pull)
             if differing:
@@ -163,6 +168,7 @@ def find_wrapper(model: nn.Module) -> nn.Module | None:
     """Return the DistributedDataParallel around `model`; walks all live objects once, which takes about 0.1 s."""
     kind = nn.parallel.DistributedDataParallel
     for thing in gc.get_objects():
+        # isinstance() would run the code of lazy proxies, and a wrapper that is being built has no modules yet.
         if issubclass(type(thing), kind) and "_modules" in vars(thing) and unwrap(thing) is model:
             return None if thing.parameters_to_ignore else thing
     return None

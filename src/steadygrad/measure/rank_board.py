@@ -25,6 +25,7 @@ class RankBoard:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank: int = members.index(dist.get_rank())
         self.num: int = len(members)
+        # The count keeps apart boards that follow one another, the members those of different groups.
         name = f"steadygrad/{next(_numbers)}/{'-'.join(map(str, members[:2]))}/"
         self._store: Any = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
@@ -38,17 +39,18 @@ class RankBoard:
         try:
             if self._store is not None:
                 self._store.set(f"{topic}/{number % NUM_SLOTS}/{self.rank}", f"{number}\n{note}")
-        except Exception:
+        except Exception:  # the store may end before this rank does: the board is off from here on
             self._store = None
 
     def read(self, topic: str, number: int) -> dict[int, str] | None:
         """Return each rank's note of that number; None while one is missing or has been replaced."""
         try:
             keys = [f"{topic}/{number % NUM_SLOTS}/{rank}" for rank in range(self.num)]
+            # check() answers at once; get() of a key that is missing waits for the store's timeout.
             if self._store is None or not self._store.check(keys):
                 return None
             notes = [self._store.get(key).decode().split("\n", 1) for key in keys]
-        except Exception:
+        except Exception:  # likewise
             self._store = None
             return None
         if any(int(when) != number for when, _ in notes):
@@ -63,7 +65,7 @@ class RankBoard:
                 key = f"{topic}/0/{rank}"
                 if self._store is not None and self._store.check([key]):
                     found[rank] = self._store.get(key).decode().split("\n", 1)[1]
-        except Exception:
+        except Exception:  # likewise
             self._store = None
         return found
 

@@ -54,7 +54,9 @@ class RankWaits:
         """
         self._stop = threading.Event()
         arguments = (self._stop, threading.get_ident(), board, find_step, report, after_seconds)
+        # A daemon: a thread that waits for minutes must not hold up the end of the program.
         threading.Thread(target=_watch, args=arguments, name="steadygrad-ranks", daemon=True).start()
+        # Bound to the event: a method of self would keep self alive, and with it the thread.
         weakref.finalize(self, self._stop.set)
 
     def close(self) -> None:
@@ -90,6 +92,7 @@ def _watch(
     """Look at `thread` until stopped. A failure here ends the watch, never the training."""
     since, last, reported = time.monotonic(), None, None
     while True:
+        # Read each time: the program may create groups later, with shorter timeouts.
         limit = find_timeout() / 2 if after_seconds is None else after_seconds
         if stop.wait(limit / LOOKS):
             return
@@ -103,6 +106,7 @@ def _watch(
                 since, last = now, None if place is None else (step, place)
                 continue
             seconds = now - since
+            # A note from half of the time on, so that those of the other ranks are there when one reports.
             if seconds < limit / 2 or reported == last:
                 continue
             board.write("waits", 0, json.dumps({"step": step, "place": place}))
@@ -128,6 +132,7 @@ def _describe(board: RankBoard, step: int, place: str, seconds: float) -> RankWa
 
 def _find_place(thread: int) -> str | None:
     """Return where the thread waits for other ranks, as 'in all_reduce at file:line'; None if it does not."""
+    # The thread runs on while its stack is walked, so the place may be slightly out of date.
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
@@ -135,6 +140,7 @@ def _find_place(thread: int) -> str | None:
     call = OWN_WAITS.get(os.path.basename(innermost.co_filename), "") if _is_ours(innermost.co_filename) else ""
     if innermost.co_name == BACKWARD:  # with a frame of Python inside it, it computes
         call = "backward"
+    # lookup_lines=False: no source file is read.
     for summary in traceback.StackSummary.extract(traceback.walk_stack(frame), limit=64, lookup_lines=False):
         if not call and summary.filename.endswith(COLLECTIVES):
             call = summary.name
@@ -151,6 +157,7 @@ def find_timeout() -> float:
     """Return the shortest timeout of all process groups, in seconds."""
     shortest = DEFAULT_TIMEOUT
     try:
+        # Private: torch has no public list of all groups.
         for group in list(dist.distributed_c10d._world.pg_map):
             for device in {*_list_devices(group)}:
                 options: Any = group._get_backend(device).options

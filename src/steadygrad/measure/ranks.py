@@ -27,6 +27,8 @@ LOSS_SUM, NUM_LOSSES, STOP, NUM_FIXED = range(4)
 """The exchange: losses summed, how many there were, how many ranks ask to stop, then bits of the bad ranks."""
 RANKS_A_NUMBER = 48
 """Bits that a float64 sums without loss: each rank adds its own power of two when its loss is not finite."""
+NO_GRADIENTS = 2.0**50
+"""What a rank without gradients counts as non-finite, more than any parameter has: no rank steps, and all know why."""
 SUMMED = (0, 2, 3, 4)
 """Columns of the table that are summed over shards (the norm as a square); for the largest element take the maximum."""
 
@@ -75,6 +77,7 @@ class Ranks:
     def watch(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Set the parameters that all ranks train from now on."""
         self._rows = {name: i for i, (name, _) in enumerate(named)}
+        # They hold positions and weights of the old parameters.
         self._layouts.clear()
 
     @property
@@ -99,8 +102,10 @@ class Ranks:
         if self.ddp is None or not self.many:
             return
         with torch.no_grad():
+            # Left from an earlier microbatch, or a backward that raised: all ranks started it, so all must end it.
             self._drop()
             if self.ddp.require_backward_grad_sync and not self.is_joining:
+                # Before backward, to run beside it; no rank may leave it out, whatever its own loss is.
                 self._send(self._fill(_add(losses)))
 
     def check_synchronised(self) -> None:
@@ -137,21 +142,25 @@ class Ranks:
 
     def _fill(self, loss: Tensor | None) -> Tensor:
         """Return this rank's part of the exchange. No host read."""
+        # A copy: all_reduce writes into it.
         head = self._heads[self.asks_to_stop].clone()
         if loss is None:
             head[NUM_LOSSES] = 0.0
             return torch.cat([head, torch.zeros_like(self._bits)])
         loss = loss.detach().to(self._device).double()
+        # One rank's NaN makes the sum NaN, and with it the mean on every rank.
         head[LOSS_SUM] = loss
         return torch.cat([head, torch.where(loss.isfinite(), 0.0, self._bits)])
 
     def _send(self, numbers: Tensor) -> None:
+        # The tensor is held until it is waited for: the collective writes into its memory.
         self._under_way = (numbers, dist.all_reduce(numbers, group=self.group, async_op=True))
 
     def _receive(self) -> Tensor:
         assert self._under_way is not None
         (numbers, work), self._under_way = self._under_way, None
         if work is not None:
+            # With NCCL this makes the stream wait, not the host.
             work.wait()
         return numbers
 
@@ -161,6 +170,7 @@ class Ranks:
 
     def _say(self, numbers: Tensor, own_loss: Tensor | None) -> None:
         own = numbers.new_zeros(1) if own_loss is None else own_loss.detach().to(numbers.device).double().reshape(1)
+        # Its own loss comes last, where read() finds it.
         self._said = torch.cat([numbers, own])
 
     # --- the tables -------------------------------------------------------------------------------------------------
@@ -172,16 +182,19 @@ class Ranks:
         """Make the rows of `table` [N, 5] those of the whole gradients.
 
         Returns the rows of all parameters [P, 5], and the mean loss. An element that several ranks hold counts as a
-        fraction on each, so that a NaN in one copy alone is seen too.
+        fraction on each, so that a NaN in one copy alone is seen too. A rank without gradients has N = 0 rows.
         """
         device = table.device
         rows, weights = self._find_layout(tuple(names), gradients, device)
+        # A row for each parameter, with or without a gradient here: the exchange must have the same size on all ranks.
         full = table.new_zeros(len(self._rows), NUM_COLUMNS).index_copy(0, rows, table)
         parts = full.clone()
         parts[:, 0].square_()
         parts.index_copy_(0, rows, parts[rows] * weights[:, None])
+        if not names:
+            parts[0, 2] = NO_GRADIENTS
         numbers = torch.cat([self._fill(loss), parts[:, SUMMED].to(self._device).flatten()])
-        largest = full[:, 1].clone().to(self._device)
+        largest = full[:, 1].clone().to(self._device)  # [P]
         works = [  # both are queued before the first is waited for
             dist.all_reduce(numbers, group=self.group, async_op=True),
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True),
@@ -193,6 +206,7 @@ class Ranks:
         full[:, 0].sqrt_()  # squares of norms were summed
         full[:, 2:] = (full[:, 2:] - 1e-6).ceil()  # thirds of a count do not add up to it exactly
         full[:, 1] = largest.to(device)
+        # A view into `packed`: the host reads the numbers of all ranks.
         table.copy_(full[rows])
         self._say(head.to(device), loss)
         return full, None if loss is None else (head[LOSS_SUM] / head[NUM_LOSSES]).to(device)
@@ -203,7 +217,8 @@ class Ranks:
         """Return the positions of these parameters among all, and the share that this rank counts, [N] and [N]."""
         layout = self._layouts.get(names)
         if layout is None or layout[0].device != device:
-            rows = torch.tensor([self._rows[name] for name in names], device=device)
+            # Kept for later steps: sending a table from pageable memory makes the host wait.
+            rows = torch.tensor([self._rows[name] for name in names], dtype=torch.int64, device=device)
             weights = torch.tensor([count_shards(g) / self.num for g in gradients], dtype=torch.float64, device=device)
             layout = self._layouts[names] = rows, weights
         return layout
@@ -222,6 +237,7 @@ class Ranks:
         return self._reduce(numbers, dist.ReduceOp.MAX) if self.many else numbers
 
     def _reduce(self, numbers: Tensor, op: Any) -> Tensor:
+        # A copy: all_reduce works in place, and the numbers are the caller's.
         moved = numbers.to(self._device, copy=True)
         dist.all_reduce(moved, op, group=self.group)
         return moved.to(numbers.device)
@@ -249,9 +265,10 @@ class Ranks:
         """Raise an error on every rank unless all have the same parameters and settings; collect machine names."""
         if not self.many:
             return
-        mine = (len(self._rows), _digest(repr(sorted(self._rows))), _digest(about), socket.gethostname())
+        # Not sorted: rows are exchanged by position.
+        mine = (len(self._rows), _digest(repr(list(self._rows))), _digest(about), socket.gethostname())
         others = self.gather(mine)
-        for i, what in enumerate(("number of parameters", "names of parameters", "settings")):
+        for i, what in enumerate(("number of parameters", "names or order of parameters", "settings")):
             differing = [rank for rank, other in enumerate(others) if other[i] != others[0][i]]
             if differing:
                 raise UsageError(
@@ -266,6 +283,7 @@ class Ranks:
         if not self.many:
             return [value]
         values: list[Any] = [None] * self.num
+        # Pickles, and waits on the host: not for healthy steps.
         dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -276,9 +294,14 @@ class Ranks:
             return "a rank may have no more data"
         return "the ranks have made different numbers of steps" if self._is_uneven else None
 
-    def note_steps(self, num_steps: int) -> None:
-        """Compare step counts after `guard.join()`: ranks with fewer steps may come to other conclusions."""
-        self._is_uneven |= len(set(self.gather(num_steps))) > 1
+    def note_steps(self, num_steps: int) -> int:
+        """Compare step counts after `guard.join()`: ranks with fewer steps may come to other conclusions.
+
+        Return the largest.
+        """
+        counts: set[int] = set(self.gather(num_steps))
+        self._is_uneven |= len(counts) > 1
+        return max(counts)
 
     def find_least(self, value: int) -> int:
         """Return the minimum over all ranks."""
@@ -330,6 +353,7 @@ def _find_ddp(model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> Any:
 def _find_device(group: Any, named: Sequence[tuple[str, Tensor]]) -> torch.device:
     """Return the device of the exchange: that of the parameters, if the group can communicate there."""
     device = named[0][1].device if named else torch.device("cpu")
+    # Private: the devices that the backends of a group communicate on.
     if group is None or device.type in {kind.type for kind in group._device_types}:
         return device
     other: torch.device = group._device_types[0]

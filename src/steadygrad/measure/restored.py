@@ -66,9 +66,11 @@ class RestoredWatch:
     @torch.no_grad()
     def note_call(self, step: int, *, is_training: bool) -> None:
         """Note a call of the model after `step`, -1 before the first one; `is_training`: with gradients."""
+        # Our operations would become part of the graph that is captured.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         if step < 0:
+            # Again at each call before the first step: weights may still be loaded.
             self._sampled = _choose(self._parameters)
             self._first = self._take_sample()
         elif self._first is not None and len(self._seen) <= MOST_CALLS:

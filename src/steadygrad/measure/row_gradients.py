@@ -115,13 +115,14 @@ def _differentiate(
     target = labels.target
     metadata = labels.outputs._input_metadata[0]
     seed = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)  # [samples, classes]
+    # Not all equal: behind a softmax equal weights have a gradient of 0.
     seed[sample] = torch.linspace(0.5, 1.5, labels.num_classes, device=metadata.device)
     with unchanged_random([target.device]):  # recomputed layers may draw
         found = torch.autograd.grad(
             [GradientEdge(labels.outputs, 0)],
             list(entries),
             [seed],
-            retain_graph=True,
+            retain_graph=True,  # the program's own backward follows
             allow_unused=True,
             materialize_grads=False,
         )

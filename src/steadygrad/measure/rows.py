@@ -45,6 +45,7 @@ def send_rows(rows: Mapping[str, Tensor], transfer: Transfer | None = None) -> P
     by_device: dict[torch.device, list[str]] = {}
     for name, row in rows.items():
         by_device.setdefault(row.device, []).append(name)
+    # One slot for each copy: none waits for another.
     transfer = transfer if transfer is not None else Transfer(slots=max(1, len(by_device)))
     parts = []
     for names in by_device.values():
@@ -62,6 +63,7 @@ def is_readable(tensor: Tensor) -> bool:
         or tensor.layout is not torch.strided
         or tensor.is_quantized
         or tensor.device.type == "meta"
+        # Inside vmap or grad() a tensor is a wrapper without memory of its own.
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
@@ -70,5 +72,6 @@ def split_flat(tensor: Tensor) -> tuple[Tensor, ...]:
     """Split the elements into pieces of at most PIECE, complex ones as pairs of reals; views if the layout allows."""
     values = tensor.detach()
     if values.is_complex():
+        # view_as_real refuses a tensor whose conjugation is pending.
         values = torch.view_as_real(values.resolve_conj())
     return tuple(values.reshape(-1).split(PIECE))

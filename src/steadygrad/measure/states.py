@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steadygrad.facts import NUM_COLUMNS, ParameterScan, Reading
 from steadygrad.measure.kernels import looks as plain_looks
@@ -27,6 +27,8 @@ from steadygrad.state.trained_parameters import TrainedParameters
 CHANGED = NUM_NUMBERS
 WIDTH = NUM_NUMBERS + 1
 """Numbers per tensor: those of a scan, and whether its bits have changed since the previous one."""
+FAILED = 2.0
+"""In place of whether its bits have changed: a rank could not scan, so the maximum over ranks says it to all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,19 +51,21 @@ class PendingParameterScan:
         watch: ParameterWatch,
         subjects: Sequence[Subject] = (),
         ticket: Ticket | Callable[[], Ticket] | None = None,
-        *,
-        compares: bool,
     ) -> None:
         """`ticket`: the numbers, or what sends them when they are read."""
-        self._watch, self._subjects, self._ticket, self._compares = watch, subjects, ticket, compares
+        self._watch, self._subjects, self._ticket = watch, subjects, ticket
 
     def read(self, step: int) -> ParameterScan:
         """Return the scan after `step`; pass the Reading of that step to the watch first."""
+        # May be a collective: ranks read their scans at the same point.
         ticket = self._ticket() if callable(self._ticket) else self._ticket
         numbers = ticket.wait() if ticket is not None else ()
         pushed = self._watch.take_pushed(step)
+        if FAILED in numbers[CHANGED : WIDTH * len(self._subjects) : WIDTH]:
+            self._watch.drop_hashes()  # on all ranks, not only on the one that has none
+            self._subjects = ()
         rows = [(subject, numbers[WIDTH * i : WIDTH * (i + 1)]) for i, subject in enumerate(self._subjects)]
-        known = [(s.name, row[CHANGED]) for s, row in rows if s.is_trained and self._compares and row[CHANGED] >= 0]
+        known = [(s.name, row[CHANGED]) for s, row in rows if s.is_trained and row[CHANGED] >= 0]
         counts = {s: int(row[NONFINITE if not s.is_buffer or is_statistic(s.name) else NAN]) for s, row in rows}
         return ParameterScan(
             step=step,
@@ -93,11 +97,14 @@ class ParameterWatch:
         self._weighed = {name for name, p in trained.named if id(in_optimizer(p)) not in odd}
         self._last: tuple[list[str], Tensor] | None = None  # names and hashes of the previous scan
         self._looks: dict[torch.device, Looker] = {}
+        self._subjects: list[Subject] = []
+        self._signature: list[object] | None = None
         self._still = set(self._groups)  # parameters that no step should have moved since the previous scan
         self._pushed: dict[str, int] = {}  # those that a step should have moved, and that step
 
     def compile(self) -> None:
         """Compile or load the kernels of a scan now, and those that compare it with the one before."""
+        # With several ranks a scan is a collective.
         if not self._ranks.many:
             self.scan(-1)
             self.scan(-1)
@@ -105,6 +112,7 @@ class ParameterWatch:
 
     def note_step(self, reading: Reading) -> None:
         """Remember which parameters this step should have moved; costs nothing once all are expected to move."""
+        # `not ... > 0` and not `<= 0`, so that NaN counts as no push.
         if not self._still or reading.skipped or not reading.clip_coefficient > 0:
             return
         table = reading.gradients
@@ -120,18 +128,33 @@ class ParameterWatch:
         a collective of the model, in a step of another form.
         """
         try:
-            subjects = list(self._list_subjects())
-            numbers, compares = self._look_at(subjects)
-            halves = self._split_hashes()
+            subjects, numbers, halves = self._look_or_say_failed()
 
             def send() -> Ticket:
                 shared = torch.cat([self._share(numbers, subjects).reshape(-1), halves])
                 return (self._transfer or Transfer(slots=1)).send(shared)
 
-            return PendingParameterScan(self, subjects, send if shares_later else send(), compares=compares)
+            return PendingParameterScan(self, subjects, send if shares_later else send())
         except Exception:  # an unusual tensor, or no memory: measuring must never end the training
-            self._last = None
-            return PendingParameterScan(self, compares=False)
+            # It may hold the hashes of the very scan that failed, and that was never read.
+            self.drop_hashes()
+            return PendingParameterScan(self)
+
+    def _look_or_say_failed(self) -> tuple[list[Subject], Tensor, Tensor]:
+        """Return the tensors scanned [N], their numbers [N, 4], and this rank's hashes in halves [2 N]."""
+        try:
+            subjects = self._find_subjects()
+            numbers = self._look_at(subjects)
+            # Now and not when they are sent: by then another scan may have replaced self._last.
+            return subjects, numbers, self._split_hashes()
+        except Exception:
+            if not self._ranks.many:
+                raise
+            # The other ranks wait for this one in the exchange. In host memory: the device's may be what is lacking.
+            self.drop_hashes()
+            numbers = torch.zeros(len(self._subjects), WIDTH, dtype=torch.float64)
+            numbers[:, CHANGED] = FAILED
+            return self._subjects, numbers, numbers.new_empty(0)
 
     def _split_hashes(self) -> Tensor:
         """Return both halves of this rank's own hashes, as float64 holds them: [2 * N]."""
@@ -150,10 +173,21 @@ class ParameterWatch:
         self._still = set(self._groups) - self._pushed.keys()
         return pushed
 
+    def drop_hashes(self) -> None:
+        """Have the next scan compare with nothing."""
+        self._last = None
+
     def forget(self) -> None:
         """Forget the hashes after the weights were replaced (rollback, load): the next scan compares with nothing."""
-        self._last = None
+        self.drop_hashes()
         self.take_pushed(1 << 62)
+
+    def _find_subjects(self) -> list[Subject]:
+        """Return the tensors to scan: those of the previous scan while the model holds the very same ones."""
+        signature = _sign_tensors(self._model)
+        if signature is None or signature != self._signature:
+            self._signature, self._subjects = signature, list(self._list_subjects())
+        return self._subjects
 
     def _list_subjects(self) -> Iterator[Subject]:
         """Yield the model's parameters, those that only an optimizer holds, and buffers that can be non-finite."""
@@ -176,21 +210,22 @@ class ParameterWatch:
                 yield Subject(name, tensor, is_buffer=True)
 
     @torch.no_grad()
-    def _look_at(self, subjects: Sequence[Subject]) -> tuple[Tensor, bool]:
-        """Return float64 [N, 4], the scan and whether the hash changed; and whether hashes could be compared."""
+    def _look_at(self, subjects: Sequence[Subject]) -> Tensor:
+        """Return float64 [N, 4]: the scan, and whether the hash changed; -1 where there is none to compare with."""
         numbers, hashes = self._look_on_each_device(subjects)
         names = [subject.name for subject in subjects]
         last, self._last = self._last, (names, hashes)
         changed = torch.full((len(names), 1), -1.0, dtype=torch.float64, device=numbers.device)
         if last is not None and last[1].device == hashes.device:
             if last[0] == names:
+                # Compared where they are: no host read.
                 changed = (hashes != last[1]).double().unsqueeze(1)
             else:  # parameters came or went: compare those that stayed
                 places = {name: i for i, name in enumerate(last[0])}
                 stayed = [(i, places[name]) for i, name in enumerate(names) if name in places]
                 now, then = torch.tensor(stayed, device=hashes.device, dtype=torch.int64).reshape(-1, 2).unbind(1)
                 changed[now, 0] = (hashes[now] != last[1][then]).double()
-        return torch.cat([numbers, changed], 1), last is not None
+        return torch.cat([numbers, changed], 1)
 
     def _look_on_each_device(self, subjects: Sequence[Subject]) -> tuple[Tensor, Tensor]:
         by_device: dict[torch.device, list[int]] = {}
@@ -270,6 +305,19 @@ class Looker:
         return found
 
 
+def _sign_tensors(model: nn.Module) -> list[object] | None:
+    """Return which plain tensors a model holds, and their dtypes; None if some are of another kind."""
+    found: list[object] = []
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for tensor in held.values():
+                # A DTensor may get another local tensor and stay the same object, so such models are listed each time.
+                if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):
+                    return None
+                found += (id(tensor), None if tensor is None else tensor.dtype)
+    return found
+
+
 def _can_be_nonfinite(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -277,7 +325,7 @@ def _can_be_nonfinite(tensor: Tensor) -> bool:
 def _read_checksums(subjects: Sequence[Subject], halves: Sequence[float]) -> dict[str, int]:
     low, high = halves[: len(subjects)], halves[len(subjects) :]
     pairs = zip(subjects, low, high)
-    return {s.name: int(one) ^ int(other) & 0xFFFFFFFF for s, one, other in pairs if s.is_trained}
+    return {s.name: int(one) ^ int(other) & 0xFFFFFFFF for s, one, other in pairs if s.is_trained}  # & binds before ^
 
 
 def is_statistic(name: str) -> bool:

@@ -65,7 +65,7 @@ class StoredDataWatch:
                 if tensor.is_floating_point() and tensor.numel() > 1 and tensor.dim() > 1 and is_readable(tensor):
                     self._pending.append((step, send_rows({"input": _describe(tensor)}, self._transfer)))
                     return
-        except Exception:
+        except Exception:  # an unusual batch: the watch ends, the training goes on
             self._is_over = True
 
     def take(self, step: int) -> list[StoredDataChange]:
@@ -80,7 +80,7 @@ class StoredDataWatch:
             if self._next_look < 0 and self._drifts():
                 self._next_look = step
             return list(self._look(step)) if 0 <= self._next_look <= step else []
-        except Exception:
+        except Exception:  # an unusual dataset: likewise
             self._is_over = True
             return []
 
@@ -156,6 +156,7 @@ def _take_sample(array: Tensor) -> Tensor | None:
     rows = array.detach()[:: max(1, len(array) // NUM_ROWS)].reshape(
         -(-len(array) // max(1, len(array) // NUM_ROWS)), -1
     )
+    # clone(): float() of a float32 array is the array itself, which the program goes on changing.
     return rows[:, :: max(1, rows.shape[1] // NUM_COLUMNS)].float().clone()
 
 
@@ -172,6 +173,7 @@ def _correlate(one: Tensor, other: Tensor) -> float:
 def _correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:
     a, b = one - one.mean(dim, keepdim=True), other - other.mean(dim, keepdim=True)
     scale = a.norm(dim=dim) * b.norm(dim=dim)
+    # Constant values follow the old ones by definition; the clamp keeps the other branch from 0 / 0.
     return torch.where(scale > 0, (a * b).sum(dim) / scale.clamp(min=1e-30), 1.0)
 
 

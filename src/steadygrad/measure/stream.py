@@ -66,6 +66,7 @@ class _Sequence:
                 runs[-1] += 1
             else:
                 runs.append(1)
+        # The first run and the last may be incomplete.
         whole = runs[1:-1]
         if len(whole) >= NUM_RUNS and len(set(whole)) == 1 and whole[0] > 1:
             return "repeated", whole[0]
@@ -99,6 +100,7 @@ class StreamWatch:
 
     def __init__(self, transfer: Transfer | None = None) -> None:
         self._transfer = transfer
+        # By identity: `==` of tensors compares elements.
         self._seen: Any = WeakIdKeyDictionary()
         self._whole = _Watched()
         self._parts: dict[str, _Watched] = {}
@@ -124,13 +126,14 @@ class StreamWatch:
             return
         try:
             self._note(step, tensors, is_given)
-        except Exception:
+        except Exception:  # an unusual batch, or no memory: the training goes on without this watch
             self._is_over = True
 
     def take(self, step: int) -> list[StreamScan | SingleSample]:
         """Return the patterns that have shown by `step`."""
         try:
             waiting = self._pending
+            # Before they are read: what fails once is not read again.
             self._pending = [one for one in waiting if one[0] > step]
             for when, marks, rows, is_given in waiting:
                 if when <= step:
@@ -175,6 +178,7 @@ class StreamWatch:
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether the program has used this very tensor, or the same part of the same one, as a batch before."""
+        # Slices of one tensor are new objects each time; their base stays the same.
         base = tensor if tensor._base is None else tensor._base
         place = (tensor.storage_offset(), tuple(tensor.shape))
         places = self._seen.setdefault(base, set())
@@ -291,9 +295,11 @@ def describe_loader(loader: Loader | None) -> dict[str, Any]:
 def _sum_on_host(tensor: Tensor) -> int:
     values = tensor.detach()
     if not values.is_contiguous():
+        # Only the rows that are read: a copy of the whole batch takes long.
         values = values[: max(1, SAMPLE * len(values) // values.numel())].contiguous()
     size, start = values.numel() * values.element_size(), values.data_ptr()
     if size <= PIECE_BYTES * NUM_PIECES:
+        # The start value separates equal bytes of different sizes.
         return zlib.crc32(ctypes.string_at(start, size), values.numel())
     mark, gap = size, (size - PIECE_BYTES) // (NUM_PIECES - 1)
     for i in range(NUM_PIECES):
@@ -309,8 +315,10 @@ def sum_on_device(tensor: Tensor) -> Tensor:
     values = values.reshape(-1)
     sample = values[:: max(1, values.numel() // SAMPLE)][:SAMPLE].double()
     places = torch.arange(len(sample), dtype=torch.float64, device=sample.device)
+    # 1 / the plastic number: fractions of its multiples do not repeat, so elements that change places change the sum.
     return torch.stack([(sample * (places * 0.7548776662466927 + 0.3).frac()).sum(), sample.sum()])
 
 
 def _read_marks(rows: PendingRows) -> dict[str, int]:
+    # hash(nan) differs from object to object, so batches with a NaN never count as equal.
     return {path: hash(tuple(row)) for path, row in rows.read().items()}

@@ -50,6 +50,7 @@ SAME = _words(
 )
 CLASS_LOSSES = _words("cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits")
 OUR_FOLDERS = tuple(
+    # With a separator at the end: torchvision is not torch.
     os.path.join(os.path.dirname(os.path.abspath(path)), "")
     for path in (torch.__file__, sys.modules["steadygrad"].__file__ or "")
 )

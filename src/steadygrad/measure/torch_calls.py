@@ -1,11 +1,12 @@
-"""Calls of torch's training functions -> those who listen: backward, clipping, saving, averages, and loading weights.
+"""Calls of torch's training functions -> those who listen: backward, clipping, saving, averages.
 
 A guard sees the gradients, not what the program did to them. So a few functions of torch are wrapped, once and for the
-process: `torch.autograd.backward`, `clip_grad_norm_` and `clip_grad_value_`, `torch.save`, `AveragedModel.forward` and
-`Module.load_state_dict`. Each passes its arguments on unchanged. With no listener a wrapper costs under a microsecond;
-a listener that fails is dropped and the call goes on. Nothing happens inside a compiled graph, inside another backward,
-or while a step is replayed. Backward and clipping are heard in the listener's own thread only: another thread may be
-inside its backward, which changes gradients without holding the interpreter's lock, and reading them would crash.
+process: `torch.autograd.backward`, `clip_grad_norm_` and `clip_grad_value_`, `torch.save` and `AveragedModel.forward`;
+`loads.py` wraps `Module.load_state_dict`. Each passes its arguments on unchanged. With no listener a wrapper costs
+under a microsecond; a listener that fails is dropped and the call goes on. Nothing happens inside a compiled graph,
+inside another backward, or while a step is replayed. Backward and clipping are heard in the listener's own thread only:
+another thread may be inside its backward, which changes gradients without holding the interpreter's lock, and reading
+them would crash.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def stop_listening(listener: Listener, *, to_saves: bool = False) -> None:
 def calls_muted() -> Iterator[None]:
     """Ignore calls inside this context: we make them ourselves."""
     global _num_muted
+    # For all threads: what another one calls in the meantime is not heard either.
     _num_muted += 1
     try:
         yield
@@ -116,7 +118,9 @@ def install() -> None:
     if _is_installed:
         return
     _is_installed = True
+    # Tensor.backward looks this name up at each call, so it is heard too.
     _wrap(torch.autograd, "backward", _around_backward)
+    # Both places hold the same original, and each is wrapped by itself: a call is heard once.
     for place, name in itertools.product((nn.utils, nn.utils.clip_grad), ("clip_grad_norm_", "clip_grad_value_")):
         _wrap(place, name, _around_clip)
     for place in (torch, torch.serialization):
@@ -140,6 +144,7 @@ def _around_backward(run: Callable[..., None], tensors: Any, *args: Any, **kwarg
     call = None
     is_inside = torch._C._current_graph_task_id() != -1  # activation checkpointing runs a backward inside another
     if _listeners and not is_inside and isinstance(tensors, Tensor) and tensors.numel() == 1:
+        # Before it runs: backward frees what the graph has saved.
         with contextlib.suppress(Exception):
             call = _describe_backward(tensors)
     run(tensors, *args, **kwargs)
@@ -168,6 +173,7 @@ def _around_clip(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs
 
 
 def _around_save(save: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    # First the program's own save: a listener must not delay it.
     result = save(obj, *args, **kwargs)
     where = find_caller()
     with calls_muted():

@@ -53,6 +53,7 @@ class Transfer:
         """Mark this point of the device's queue: what is complete here can be sent without waiting for later work."""
         if device.type != "cuda":
             return None
+        # One event for all steps: a stream that waits already keeps to the record of that moment.
         event = self._mark = self._mark or torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
@@ -69,6 +70,7 @@ class Transfer:
         host, event = self._take_slot(numbers.numel())
         if after is None:
             host.copy_(numbers, non_blocking=True)
+            # After the copy, on the same stream: waiting for the event is waiting for the copy.
             event.record(torch.cuda.current_stream(numbers.device))
         else:
             side = self._side_stream(numbers.device)
@@ -88,9 +90,11 @@ class Transfer:
 
     def _take_slot(self, length: int) -> tuple[Tensor, torch.cuda.Event]:
         if not self._ring:  # one allocation: each would cost a call of the driver
+            # Pinned: a copy into pageable memory makes the host wait.
             buffers = torch.empty(self._slots, max(length, SMALLEST), dtype=torch.float64, pin_memory=True)
             self._ring = [(buffer, torch.cuda.Event(), None) for buffer in buffers.unbind()]
         buffer, event, ticket = self._ring[self._next]
+        # Waits only if more copies are in flight than there are slots.
         if ticket is not None:
             ticket.wait()  # an unread ticket must get its numbers before the slot is reused
         if buffer.numel() < length:
@@ -103,5 +107,6 @@ def _read(host: Tensor) -> Sequence[float]:
     """Copy a contiguous float64 CPU tensor to plain floats; 5 µs for 6000 numbers, without numpy."""
     numbers = array("d")
     if host.numel():
+        # string_at copies, so the slot may be overwritten as soon as this returns.
         numbers.frombytes(ctypes.string_at(host.data_ptr(), host.numel() * 8))
     return numbers

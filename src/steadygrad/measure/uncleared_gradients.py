@@ -44,6 +44,7 @@ class UnclearedGradientsWatch:
             nonlocal fired
             if not fired and changed.grad is not None:
                 fired = True  # a second microbatch adds to the first one's gradient, as it should
+                # Minus one: the accumulation that has just fired this hook is a write too.
                 if used() is changed.grad and changed.grad._version - 1 == version:
                     self._stale[name] = (parameter, used)
 

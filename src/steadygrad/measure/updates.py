@@ -38,12 +38,14 @@ class UpdateMeter:
         self._before = []
         device = self._parameters[0].device
         numbers = torch.stack([value.to(device) for value in norms + moved])
+        # Twice the list: one weight for each norm, and one for each difference.
         return self._ranks.combine_norms(numbers, self._parameters * 2)
 
     def read(self, numbers: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
         """Return parameter norms, and update-to-weight ratios (0 for a parameter that is all zero and did not move)."""
         count = len(self.names)
         norms = dict(zip(self.names, numbers[:count]))
+        # About the smallest normal float32: 0 / tiny is 0, and nothing is divided by 0.
         tiny = 1e-38
         ratios = {name: moved / max(norms[name], tiny) for name, moved in zip(self.names, numbers[count:])}
         return norms, ratios

@@ -67,6 +67,7 @@ class _Observed:
         self.depths: dict[int, Tensor] = {}  # width -> smallest way from the middle to a bound of each unit
 
     def admit(self, output: Tensor, dim: int, zero_threshold: float) -> None:
+        # Ceiling division. Cut along dim 0 only: a batch of one is looked at whole, whatever its size.
         for piece in output.chunk(-(-output.numel() // PIECE)):
             # Half precision would round the thresholds.
             self._admit_piece(piece if piece.dtype is torch.float64 else piece.float(), dim, zero_threshold)
@@ -75,6 +76,7 @@ class _Observed:
 
     def _admit_piece(self, x: Tensor, dim: int, zero_threshold: float) -> None:
         finite = x.isfinite()
+        # A select, not a product with the mask: 0 * Inf is NaN.
         values, magnitude = torch.where(finite, x, 0.0), x.abs()
         others = [d for d in range(x.dim()) if d != dim]
         num_deep = finite.new_zeros((), dtype=torch.int64)
@@ -99,6 +101,7 @@ class _Observed:
         mean = total / finite if finite else math.nan
         return ActivationStats(
             mean=mean,
+            # Rounding can bring the variance below 0 where all elements are equal.
             std=math.sqrt(max(0.0, squares / finite - mean * mean)) if finite else math.nan,
             max_abs=max_abs,
             sparsity=num_zeros / self.numel,
@@ -141,7 +144,7 @@ class ActivationMonitor:
             require_argument(low < high, where, "be (low, high)", (low, high), "Put the smaller one first.")
         self.model = model
         self._training_only, self._zero_threshold = training_only, zero_threshold
-        self._bounds = BOUNDS | dict(bounds or {})
+        self._bounds = dict(bounds or {})
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.reset_statistics()
 
@@ -155,6 +158,7 @@ class ActivationMonitor:
                 type(self.model._orig_mod).__name__,
             )
         for name, module in _leaves(self.model):
+            # Bound to the monitor: a deep copy of the model gets a copy of the monitor, which observes the copy.
             self._handles.append(module.register_forward_hook(functools.partial(self._observe, name)))
 
     def remove_hooks(self) -> None:
@@ -205,12 +209,14 @@ class ActivationMonitor:
         return {name: count / sum(bounded[name]) for name, (count,) in _fetch(counts).items()}
 
     def _observe(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+        # Dynamo folds is_compiling() to True, so nothing of the hook is left in a graph.
         if torch.compiler.is_compiling() or (self._training_only and not module.training):
             return
         try:
             with torch.no_grad():
                 self._admit(name, module, output)
         except Exception as error:  # monitoring must never end the training
+            # Allowed inside a hook: torch walks a tuple made before the first of them was called.
             self.remove_hooks()
             _log.warning("ActivationMonitor failed at module %r and is off from here on: %r", name, error)
 
@@ -232,9 +238,14 @@ class ActivationMonitor:
         return 1 if num_dims == self._channels_first_dims else num_dims - 1
 
     def _find_bounds(self, module: nn.Module) -> tuple[float, float] | None:
-        if isinstance(module, nn.Hardtanh):
-            return float(module.min_val), float(module.max_val)
-        return next((bounds for kind, bounds in self._bounds.items() if isinstance(module, kind)), None)
+        for kind in type(module).__mro__:  # the nearest class counts, and for the same class the user's range
+            if kind in self._bounds:
+                return self._bounds[kind]
+            if kind is nn.Hardtanh:
+                return float(module.min_val), float(module.max_val)  # type: ignore[arg-type]
+            if kind in BOUNDS:
+                return BOUNDS[kind]
+        return None
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

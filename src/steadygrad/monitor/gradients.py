@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from steadygrad.clip.edit import multiply
 from steadygrad.config.checks import is_number, is_positive, require_argument
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.facts import GradientStats, Reading
@@ -171,7 +172,7 @@ class GradientHealthMonitor:
         norm = self._measure(None).grad_norm
         coefficient = max_norm / (norm + 1e-6)  # torch's own formula
         if math.isfinite(norm) and coefficient < 1.0:
-            _scale([p.grad for p in self._measured.values() if p.grad is not None], coefficient)
+            multiply([p.grad for p in self._measured.values() if p.grad is not None], coefficient)
         return norm
 
     def get_gradient_flow_summary(self) -> dict[str, list[tuple[str, float]]]:
@@ -201,6 +202,7 @@ class GradientHealthMonitor:
     def _measure(self, scaler: torch.amp.GradScaler | None) -> Reading:
         """Read the gradients. A model that was moved, cast, unfrozen or extended since then gets a new meter."""
         self._measured = self._trainable()
+        # The meter holds its parameters, so no id is reused while it is compared.
         signature = [(name, id(p), p.device, p.dtype) for name, p in self._measured.items()]
         if self._meter is None or signature != self._signature:
             self._meter, self._signature = Meter(list(self._measured.items())), signature
@@ -213,6 +215,7 @@ class GradientHealthMonitor:
     def _judge(self, reading: Reading) -> GradientHealth:
         norms = list(_norms(reading).values()) or [0.0]
         finite = [norm for norm in norms if math.isfinite(norm)]
+        # max() of a list with a NaN depends on its order, so the global norm stands in.
         largest = max(norms) if len(finite) == len(norms) else reading.grad_norm
         health = GradientHealth(
             global_grad_norm=reading.grad_norm,
@@ -295,6 +298,7 @@ class GradientHealthMonitor:
             )
 
     def _send(self, values: dict[str, float], step: int, logger: Any) -> None:
+        # Before the check for a broken logger: the wrong object is a mistake of the script, which raises each time.
         send = find_sender(logger)
         if send is None:
             raise UsageError(
@@ -339,16 +343,6 @@ def _scale_of(scaler: torch.amp.GradScaler | None) -> Tensor | None:
     if scaler is None or not scaler.is_enabled():
         return None
     return scaler._get_scale_async()  # get_scale() would be a host read of its own
-
-
-@torch.no_grad()
-def _scale(gradients: list[Tensor], coefficient: float) -> None:
-    dense = [g for g in gradients if g.layout is torch.strided]
-    if dense:
-        torch._foreach_mul_(dense, coefficient)
-    for gradient in gradients:
-        if gradient.layout is not torch.strided:
-            gradient.mul_(coefficient)
 
 
 def _summary_line(stats: GradientHealth, step: int) -> str:

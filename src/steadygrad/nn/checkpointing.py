@@ -75,12 +75,14 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # All go by position. By name torch takes some for its own (`debug`), does not see that one was changed in place
     # before backward, and does not keep the random state of the device that they are on.
     inputs = (*args, *kwargs.values())
+    # Without gradients nothing is saved, so nothing need be recomputed.
     if not torch.is_grad_enabled():
         return original(*inputs)
     if torch.compiler.is_compiling():  # it takes no contexts of ours
         return checkpoint(original, *inputs, use_reentrant=False)
 
     def make_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        # One list for each call: a module that is called twice before backward starts from two states.
         before: list[_OldBuffers] = []
         return _remember_buffers(self, before), _LentBuffers(before)
 
@@ -92,6 +94,7 @@ class _OldBuffers:
 
     def __init__(self, owner: nn.Module, buffers: dict[str, Tensor | None], copies: dict[int, Tensor]) -> None:
         self.owner = owner
+        # Holds the tensors until keep_changed: `copies` goes by id, which is a tensor's own only while it lives.
         self.seen = {name: (tensor, _count_writes(tensor)) for name, tensor in buffers.items()}
         self.values = {name: _copy_once(tensor, copies) for name, tensor in buffers.items()}
         self.has_changed = False
@@ -103,6 +106,7 @@ class _OldBuffers:
         are always kept; large tensors, such as a causal mask, are not.
         """
         now, seen = self.owner._buffers, self.seen
+        # Let go of the model's tensors, which this object would otherwise keep until backward.
         self.seen = {}
         self.has_changed = now.keys() != seen.keys() or any(
             now[name] is not tensor or _count_writes(tensor) != writes for name, (tensor, writes) in seen.items()
@@ -112,6 +116,7 @@ class _OldBuffers:
 
     def lend(self, copies: dict[int, Tensor]) -> dict[str, Tensor | None]:
         """Put copies of the old values in place of the buffers, and return what was there."""
+        # The dict is copied, its tensors are not: the very same objects go back.
         now = dict(self.owner._buffers)
         old = {name: _copy_once(value, copies) for name, value in self.values.items()}
         self.put(old if self.has_changed else now | old)  # a buffer that the forward made was not there before it
@@ -153,6 +158,7 @@ class _LentBuffers(AbstractContextManager[None]):
         self.taken.append([buffers.lend(copies) for buffers in self.before])
 
     def __exit__(self, *error: object) -> None:
+        # Also when torch ends the recomputation early, which it does by raising once it has what it needs.
         for buffers, own in zip(self.before, self.taken.pop()):
             buffers.put(own)
 
@@ -213,6 +219,7 @@ def _wrap(module: nn.Module) -> None:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
+    # A deep copy binds the same function to the copied module, and so counts as wrapped.
     return getattr(module.__dict__.get("forward"), "__func__", None) is forward
 
 

@@ -99,6 +99,7 @@ def _find_values(name: str, parameter: Tensor) -> Tensor:
         return gradient  # type: ignore[no-any-return]
     if gradient.layout is torch.sparse_coo:
         if not gradient.is_coalesced():
+            # coalesce() returns a new tensor: noise in it would be lost unless it becomes the gradient.
             parameter.grad = gradient = gradient.coalesce()
         return gradient._values()  # type: ignore[no-any-return]
     if gradient.layout in COMPRESSED:
@@ -112,6 +113,7 @@ def _find_values(name: str, parameter: Tensor) -> Tensor:
 def _mix(seed: int, step: int) -> int:
     """Return what to seed a generator of 64 bits with; that of the CPU looks at the lower 32 only."""
     if not 0 <= seed < 2**32:
+        # Larger seeds with equal lower 32 bits would give the same noise on the CPU.
         seed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
     return (seed * MANY_STEPS + step) % 2**64
 

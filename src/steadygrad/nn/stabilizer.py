@@ -56,7 +56,7 @@ class GradientStabilizer(nn.Module):
         norm = self.norm
         if self.method is not StabilizerMethod.BATCH_NORM:
             return norm(x)  # type: ignore[no-any-return]
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])  # [N, hidden_dim]
         # A variance of one sample is 0 / 0: what was learnt so far stands in. One that is converted to SyncBatchNorm
         # looks at the samples of all ranks, and must not be left out on one.
         if isinstance(norm, nn.BatchNorm1d) and self.training and len(rows) < 2:
@@ -116,6 +116,7 @@ def _build_norm(
 
 def _make_identity(hidden_dim: int) -> nn.Linear:
     linear = nn.Linear(hidden_dim, hidden_dim)
+    # Its rows and its largest singular value are 1: either norm leaves it as it is.
     nn.init.eye_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
@@ -125,6 +126,7 @@ def _normalize_weight(method: StabilizerMethod, layer: nn.Module) -> nn.Module:
     _check_layer(method, layer)
     weight = layer.weight
     if isinstance(weight, Tensor) and not weight.is_meta:  # on meta there are no values to look at yet
+        # Before the parametrization, so that a refusal leaves the user's layer as it was.
         _check_rows(method, weight, type(layer).__name__)
     is_weight_norm = method is StabilizerMethod.WEIGHT_NORM
     (parametrizations.weight_norm if is_weight_norm else parametrizations.spectral_norm)(layer)
@@ -160,6 +162,7 @@ def _check_rows(method: StabilizerMethod, weight: Tensor, kind: str) -> None:
             f"{where}: {num_nonfinite} of {len(rows)} rows of the weight of {kind} are not finite, or too large for a "
             f"length in {weight.dtype}. Repair or initialise them first."
         )
+    # Spectral norm divides the whole weight by one number, so single rows of zeros do no harm.
     if num_zero == len(rows) or (num_zero and is_weight_norm):
         raise ConfigError(
             f"{where}: {num_zero} of {len(rows)} rows of the weight of {kind} are zero, or as good as, and have no "

@@ -14,6 +14,7 @@ from typing import Any
 def to_json(value: Any) -> str:
     """Return one line of strict JSON."""
     try:
+        # Hot: each step's line. Nearly all are plain and finite; copying them first would cost more than encoding.
         return _ENCODER.encode(value)
     except (TypeError, ValueError):  # NaN, Inf, or a key that is not a string
         return _ENCODER.encode(to_plain(value))
@@ -36,7 +37,7 @@ def to_plain(value: Any) -> Any:
     """Convert to dicts, lists, strings, finite numbers, booleans and None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum):  # before str and int, which StrEnum and IntEnum also are
         return value.value
     if value is None or isinstance(value, str | int | bool):
         return value

@@ -70,7 +70,7 @@ def find_sender(logger: Any) -> Sender | None:
     Judged by the signature: a TypeError from a call could be the logger's own.
     """
     log, log_metrics = getattr(logger, "log", None), getattr(logger, "log_metrics", None)
-    if isinstance(logger, logging.Logger | logging.LoggerAdapter):
+    if isinstance(logger, logging.Logger | logging.LoggerAdapter):  # has a `log` as well, for text
         return None
     if callable(log_metrics):  # Lightning's and MLflow's
         return lambda values, step: log_metrics(_keep_numbers(values), step=step)
@@ -78,6 +78,7 @@ def find_sender(logger: Any) -> Sender | None:
         return None
     parameters = _read_parameters(log)
     takes_step = "step" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # `log(name, value)`. Not `log(values, step)`, which has two required parameters as well.
     if len(required := _list_required(parameters)) == 2 and required[1] != "step":
         return lambda values, step: _log_each(log, values, step if takes_step else None)
     if takes_step:

@@ -25,6 +25,7 @@ class MlflowSink(Sink):
         active = self._mlflow.active_run()
         self._owns_run = active is None
         run = self._mlflow.start_run(**settings) if active is None else active
+        # Every call names the run: the script may start and end others meanwhile.
         self.run_id = run.info.run_id
         self._every = every
         self._kinds: Counter[str] = Counter()
@@ -57,8 +58,13 @@ class MlflowSink(Sink):
 
     def close(self) -> None:
         """End the run if it was opened here."""
-        if self._owns_run:
+        if not self._owns_run:
+            return
+        active = self._mlflow.active_run()
+        if active is not None and active.info.run_id == self.run_id:
             self._mlflow.end_run()
+        else:  # the program has ended it, or has another one open, which end_run() would end
+            self._mlflow.MlflowClient().set_terminated(self.run_id)
 
     def _log(self, numbers: Mapping[str, float], step: int) -> None:
         if numbers:

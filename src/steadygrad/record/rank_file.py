@@ -17,7 +17,7 @@ from typing import TextIO
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Incident
 from steadygrad.record.encode import to_json
-from steadygrad.record.run_directory import open_to_append
+from steadygrad.record.run_directory import flush_at_fork, open_to_append
 from steadygrad.record.sink import Sink
 
 FLUSH_SECONDS = 1.0
@@ -52,12 +52,13 @@ class RankFile(Sink):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_to_append(self.path)
+            flush_at_fork(self)
         except OSError as error:
             raise ConfigError(
                 f"run_dir cannot be written to by rank {self._rank}: {error.strerror or error} ({self.path}). Give a "
                 "folder that all ranks see."
             ) from error
-        held, self._held = self._held or [], None
+        held, self._held = self._held or [], None  # before writing: `_write` would hold the lines again
         start = {
             "rank": self._rank,
             "num_ranks": self._num_ranks,
@@ -71,6 +72,7 @@ class RankFile(Sink):
 
     def write_own(self, step: int, loss: float | None) -> None:
         """Write this rank's loss at a judged step, as a sign of life."""
+        # In write_own and not in `_write`: incidents before the first judged step stay in memory until then.
         if self._place is not None:
             self.open(*self._place)
         self._write({"step": step, "loss": loss, "time": _now()})
@@ -79,8 +81,14 @@ class RankFile(Sink):
         """Write a line, which is on disk when this returns."""
         self._write({"step": incident.step, "incident": incident, "time": _now()}, at_once=True)
 
+    def flush(self) -> None:
+        """Write the buffered lines to disk."""
+        if self._file is not None and os.getpid() == self._process:
+            self._file.flush()
+
     def close(self) -> None:
-        """Write the buffered lines."""
+        """Write the buffered lines, and write no more."""
+        # In a forked child the buffer is a copy: closing the file would write the parent's lines a second time.
         if self._file is not None and os.getpid() == self._process:
             self._file.close()
             self._file = None

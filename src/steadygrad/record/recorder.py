@@ -50,11 +50,13 @@ class Recorder(Sink):
         for sink in tuple(self._sinks):
             try:
                 sink.close()
+            # Whatever a sink raises: a record must never end the training. The others are closed too.
             except Exception as error:
                 _report(sink, error)
         self._sinks.clear()
 
     def _each(self, call: Callable[[Sink], None]) -> None:
+        # A copy: a sink that fails is removed meanwhile.
         for sink in tuple(self._sinks):
             try:
                 call(sink)

@@ -73,18 +73,20 @@ class RunDirectory(Sink):
                 f"run_dir cannot be used as a folder to write to: {error.strerror or error} ({self.path}). "
                 "Give a new folder, or that of an earlier run to continue it."
             ) from error
+        # None before the calls are made: each of them asks `_hold` again.
         held, self._held = self._held or [], None
         for write in held:
             write()
-        _open_directories.add(self)
+        flush_at_fork(self)
 
     def abandon(self, problem: str) -> None:
         """Write nothing from now on, because the record of another run could not be moved out of the way."""
-        self._held, self._process = None, -1
+        self._held, self._process = None, -1  # no process has this id: every write is dropped, as in a forked child
         self._problems.append(problem)
 
     def _open_files(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
+        # If one cannot be opened, those before it are closed; pop_all keeps them open when all is well.
         with contextlib.ExitStack() as files:
             self._steps, self._layers, self._incidents, self._log = (
                 files.enter_context(open_to_append(self.path / name))
@@ -110,6 +112,7 @@ class RunDirectory(Sink):
         self._replace_run(run)
 
     def _replace_run(self, run: Mapping[str, Any]) -> None:
+        # Readers (`steadygrad watch`, the live page) must never see half of it.
         aside = self.path / "run.json.tmp"
         aside.write_text(to_json(run) + "\n", encoding="utf-8")
         aside.replace(self.path / "run.json")
@@ -118,6 +121,7 @@ class RunDirectory(Sink):
         """Write a line to steps.jsonl and train.log."""
         if self._hold(lambda: self.write_step(record)):
             return
+        # Hot: runs each step. The record is formatted at the next flush; it is frozen, so it may wait.
         self._waiting.append(record)
         is_due = len(self._waiting) >= self.FLUSH_EVERY or time.monotonic() - self._flushed_at >= self.FLUSH_SECONDS
         if record.skipped or is_due:
@@ -166,6 +170,7 @@ class RunDirectory(Sink):
             f"action={verdict.action}: {incident.outcome.message} | {finding.advice}\n"
         )
         self.flush()
+        # flush() survives the death of the process, fsync that of the machine. Rare enough to wait for the disk.
         os.fsync(self._incidents.fileno())
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:
@@ -197,8 +202,9 @@ class RunDirectory(Sink):
 
     def close(self) -> None:
         """Flush and close every file, even if one of them fails; raise that error afterwards."""
-        is_open = self in _open_directories
-        _open_directories.discard(self)
+        is_open = self in _flushed_at_fork
+        _flushed_at_fork.discard(self)
+        # A forked child must not write the end of its parent's run, nor its buffers.
         if os.getpid() != self._process or self._held is not None:
             return
         if is_open:
@@ -227,11 +233,14 @@ class RunDirectory(Sink):
         """Recreate the directory if it was deleted: writes to a deleted file succeed, and are lost."""
         path = self.path / "steps.jsonl"
         try:
+            # Two system calls for each flush, not for each step.
             if os.path.samestat(os.fstat(self._steps.fileno()), path.stat()):
                 return
         except FileNotFoundError:
             pass
+        # Raises on another disk: the Recorder then reports it and switches this sink off.
         require_device(self.path, self._device)
+        # What is buffered belongs to files without a name; flushing them may fail, for example on a stale handle.
         with contextlib.suppress(OSError):
             self._files.close()
         self._open_files()
@@ -257,14 +266,18 @@ def require_device(path: Path, device: int) -> None:
         raise OSError(f"{path} is gone, and so is the disk that it was on")
 
 
-_open_directories: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+_flushed_at_fork: weakref.WeakSet[Sink] = weakref.WeakSet()
+
+
+def flush_at_fork(sink: Sink) -> None:
+    """Flush it before each fork: a child inherits the buffers, and would write them again when it ends."""
+    _flushed_at_fork.add(sink)
 
 
 def _flush_before_fork() -> None:
-    """Flush before a fork: a child inherits the buffers, and would write them again when it ends."""
-    for directory in list(_open_directories):
-        with contextlib.suppress(OSError, ValueError):
-            directory.flush()
+    for sink in list(_flushed_at_fork):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: closed meanwhile. A fork must not fail for it
+            sink.flush()
 
 
 if hasattr(os, "register_at_fork"):
@@ -294,6 +307,7 @@ def _name_system() -> str:
 def _describe_end() -> dict[str, str]:
     """Return when a start ended, and how: by itself, by a halt, by Ctrl-C or a signal, or by an error."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    # Set while close() runs in an `except`, a `finally` or the __exit__ that an exception leaves through.
     error = sys.exc_info()[1]
     if error is None and not threading.main_thread().is_alive():  # at exit: an error that nothing caught
         error = getattr(sys, "last_value", None)

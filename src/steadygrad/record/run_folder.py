@@ -54,6 +54,7 @@ class _Claim:
         self.process = os.getpid()
         self.lock = lock
         self.run_id = secrets.token_hex(4)
+        # Weak: a guard that was dropped without close() must not keep its number for ever.
         self.folders: list[weakref.ref[RunFolder]] = []
 
     def list_living(self) -> list[RunFolder]:
@@ -77,6 +78,7 @@ class RunFolder:
         """The object that saves for this guard."""
         self.is_released = self._is_settled = False
         self._key = self.directory.absolute()
+        # The lock names the process, so it cannot tell two guards of one process apart: that is what claims are for.
         claim = _claims.get(self._key)
         if claim is None or claim.process != os.getpid():  # inherited from the process that this one was forked from
             claim = _claims[self._key] = _Claim(_take_lock(self.directory) if locks else None)
@@ -90,6 +92,7 @@ class RunFolder:
         if len(self._claim.list_living()) > 1:
             gc.collect()  # a notebook cell that was run again dropped its guard, which may be in a reference cycle
         number = self._claim.list_living().index(self) + 1
+        # A guard that was freed moves the others up by one, but a settled one has its files open and stays.
         taken = {folder.path for folder in self._claim.list_living() if folder is not self and folder._is_settled}
         paths = (self.directory if n == 1 else self.directory / f"guard-{n}" for n in itertools.count(number))
         self.path = next(path for path in paths if path not in taken)
@@ -121,6 +124,7 @@ class RunFolder:
         if self.is_released or os.getpid() != self._claim.process:
             return
         self.is_released = True
+        # Not list_living(): a displaced guard counts until it is released too.
         if not any(folder is not None and not folder.is_released for one in self._claim.folders for folder in [one()]):
             if self._claim.lock is not None:
                 self._claim.lock.release()
@@ -159,6 +163,7 @@ class RunFolder:
 
     def begin_anew(self) -> Path | None:
         """Make room for a new run; return where the previous record was moved, None if there was none."""
+        # A sibling that has trained writes lines under the present id already: they are one training.
         if not any(folder.has_trained for folder in self.siblings):
             self.run_id = secrets.token_hex(4)
         return self._set_aside()
@@ -176,6 +181,8 @@ class RunFolder:
         self.run_id = run_id or self.found_id or self.run_id
         if not run_id or self.found_id in (run_id, "", None):
             return
+        # Found before the present record joins the folder `earlier`, and that moves before the old one comes back:
+        # rename() would replace files of the same name.
         earlier = next((path for path in _list_earlier(self.path) if read_run_id(path) == run_id), None)
         self._set_aside()
         if earlier is not None:
@@ -200,6 +207,7 @@ def find_parts(folder: Path) -> list[Path]:
         found = [(match, path) for path in folder.iterdir() if (match := PART.fullmatch(path.name)) and path.is_dir()]
     except OSError:
         return []
+    # By number: as text, guard-10 would come before guard-2.
     return [path for _, path in sorted(found, key=lambda one: (one[0][1], int(one[0][2])))]
 
 

@@ -54,6 +54,7 @@ class RunLock:
 
     def take(self) -> None:
         """Write the lock; raise ConfigError if a live process holds it, OSError if the folder is not writable."""
+        # Complete before it gets its name: a reader that finds an empty lock takes it for none.
         aside = self._write_aside()
         try:
             os.link(aside, self.path)  # atomic: of two processes that start at once, only one gets the name
@@ -82,6 +83,7 @@ class RunLock:
                 found.get("process"),
                 found.get("host"),
             )
+        # Two processes that take over the same dead lock at once may both succeed: nothing atomic compares and swaps.
         aside.replace(self.path)
 
     def write(self) -> None:
@@ -96,8 +98,9 @@ class RunLock:
 
     def release(self) -> None:
         """Remove the lock, if it is still this process's."""
-        if os.getpid() != self._process:
+        if os.getpid() != self._process:  # a forked child that inherited it
             return
+        # Another process may have taken it over, or the file may be of a new run in a recreated folder.
         found = _read(self.path)
         if found is not None and found.get("process") == self._process and found.get("host") == socket.gethostname():
             with contextlib.suppress(OSError):
@@ -140,10 +143,12 @@ def _is_alive(lock: dict[str, Any]) -> bool:
 def _find_start(process: int) -> str | None:
     """Return when a process started, in system ticks since boot; None if the system does not say."""
     try:
+        # From the last parenthesis on: a command's name may contain spaces and parentheses.
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return None
     if fields[0] in ("Z", "X"):  # a zombie: ended, but not reaped by its parent
         return "ended"
+    # Field 22 of proc(5), starttime; the first of these is field 3. Ticks start again at each boot, hence its id.
     return f"{boot}:{fields[19]}"

@@ -49,12 +49,14 @@ def _list_ratios(update_ratios: Mapping[str, float]) -> dict[str, float]:
 def _list_gradients(gradients: GradientTable) -> dict[str, float]:
     if not gradients:
         return {}
+    # NaN where no norm is finite: max() and median() of nothing raise, and would switch the sink off.
     norms = list_norms(gradients) or [math.nan]
     blocks = measure_blocks(gradients)
     return {
         "grad/layer_norm_max": max(norms),
         "grad/layer_norm_median": statistics.median(norms),
         "grad/layer_norm_min": min(norms),
+        # Columns as in GradientTable.row: 0 norm, 1 max_abs, 2 nonfinite, 3 nan, 4 zeros
         "grad/max_abs": max(gradients.cells[1::NUM_COLUMNS]),
         "grad/zero_share": sum(gradients.cells[4::NUM_COLUMNS]) / max(1, sum(gradients.numels)),
         "health/num_bad_layers": float(len(gradients.nonfinite())),
@@ -73,13 +75,13 @@ def measure_blocks(gradients: GradientTable) -> dict[str, float]:
     depth = 1
     while depth < max(map(len, paths)) and len({tuple(path[: depth + 1]) for path in paths}) <= MAX_BLOCKS:
         depth += 1
-    squares: dict[str, float] = {}
+    norms: dict[str, float] = {}
     for i, path in enumerate(paths):
         name = ".".join(path[:depth])
         row = gradients.row(i)
-        squares[name] = squares.get(name, 0.0) + (math.nan if row.num_nonfinite else row.norm**2)
-    shown = dict(list(squares.items())[:MAX_BLOCKS])
-    return {name: math.sqrt(square) for name, square in shown.items()}
+        # Norms are over finite elements; NaN keeps a block with a bad one from looking healthy. NaN absorbs the sum.
+        norms[name] = math.hypot(norms.get(name, 0.0), math.nan if row.num_nonfinite else row.norm)
+    return dict(list(norms.items())[:MAX_BLOCKS])
 
 
 def describe_incident(incident: Incident) -> str:

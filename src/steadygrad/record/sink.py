@@ -48,6 +48,7 @@ class LooseSink(Sink):
             if callable(method := getattr(target, name, None)):
                 setattr(self, name, method)
         self._write_layers: Any = getattr(target, "write_layers", super().write_layers)
+        # Asked once, by signature: a TypeError from a call could as well be the sink's own.
         self._takes_ratios = _takes(self._write_layers, "update_ratios")
 
     def write_layers(

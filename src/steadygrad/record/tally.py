@@ -45,6 +45,7 @@ class Tally:
         self.num_skipped += reading.skipped
         self.num_clipped += reading.clipped
         self.num_dropped_microbatches += reading.num_dropped_microbatches
+        # One NaN in norm_sum would stay for the rest of the run, and in every resumed one.
         if reading.is_nonfinite:
             self.nonfinite.update(list(reading.gradients.nonfinite()))
             return
@@ -102,6 +103,7 @@ class Tally:
             setattr(self, name, state[name])
         for name in ("dominated", "nonfinite", "actions"):
             setattr(self, name, Counter(state[name]))
+        # `get`: states saved before these were kept have neither.
         self.first_loss, self.last_loss, best, step = state.get("losses", (None,) * 4)
         self.best_loss = None if best is None else (best, int(step))
         self.norms = deque(state["norms"], maxlen=MAX_NORMS)

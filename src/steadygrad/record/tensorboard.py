@@ -1,6 +1,6 @@
 """TensorBoardSink: facts -> an event file that TensorBoard draws.
 
-Scalars `grad/*`, `health/*` and `action/*`, a histogram of the layers' norms, each incident as text. NaN and Inf are
+Scalars (`series.py` has their names), a histogram of the layers' norms, each incident as text. NaN and Inf are
 written as scalars, and left out of histograms, which cannot hold them. Incidents are on disk when the call returns.
 """
 

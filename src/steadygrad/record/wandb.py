@@ -17,7 +17,7 @@ from steadygrad.record.series import VALIDATION, describe_incident, list_layers,
 from steadygrad.record.sink import Sink
 
 STEP = "optimizer_step"
-PREFIXES = ("grad/*", "update/*", "health/*", "action/*")
+PREFIXES = ("grad/*", "update/*", "health/*", "action/*", "extra/*", "incidents/*")
 SECONDS_BETWEEN_ALERTS = 60
 """Of one title; wandb drops those in between. All incidents are in the run's log."""
 
@@ -34,6 +34,7 @@ class WandbSink(Sink):
         self.run = self._open(settings) if run is None else run
         self._every, self._alerts, self._histograms = every, alerts, histograms
         self._actions: Counter[str] = Counter()
+        # Without `step=` in log(): wandb drops points whose step is below its own, which the script may have moved on.
         self.run.define_metric(STEP, hidden=True)
         for prefix in PREFIXES:
             self.run.define_metric(prefix, step_metric=STEP)

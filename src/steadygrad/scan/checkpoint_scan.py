@@ -129,8 +129,10 @@ def measure_tensors(
     pieces = list(_cut({tensor.place: tensor for tensor in tensors if tensor.dtype is not None}.values()))
     done = 0
     with ReaderPool(num_threads) as pool:
+        # Results come in the order of the pieces, so that the sum of squares is rounded alike in every run
         for (tensor, _, length), stats in zip(pieces, pool.map(_measure_piece, pieces)):
             found[tensor.place].add(stats)
+            # Here and not in the threads: neither the Stats nor a caller's progress bar is locked
             done += length
             if progress is not None:
                 progress(done, tensor.name)
@@ -220,8 +222,9 @@ def _join_equal(
     """Move the tensors of every place that equals an earlier one into the earlier one's group."""
     kept: list[object] = []
     for place in candidates:
-        for earlier in kept[-MAX_TRIED:]:
+        for earlier in kept[-MAX_TRIED:]:  # or a file made for it would be compared pair by pair
             if have_equal_bytes(places[earlier][0], places[place][0], left, right):
+                # The group stays where the earlier name was; `places` is not iterated meanwhile
                 places[earlier] += places.pop(place)
                 break
         else:

@@ -64,6 +64,7 @@ def clean_checkpoint(
     _check_target(source, target, force=force)
     _converts(source, target)  # refuse before minutes of reading
     repairs = [_plan(path, value, progress) for path in found]
+    # In the target's folder: a rename across file systems is a copy, and not atomic
     aside = target.with_name(f"{WRITING}{os.getpid()}-{target.name}")
     try:
         if _converts(source, target):
@@ -72,11 +73,12 @@ def clean_checkpoint(
             _copy(source, aside)
             for repair in repairs:
                 repair.apply(source, aside, value)
+        # Before the rename: after a power cut the name must not lead to an empty file
         _sync(aside)
         aside.replace(target)
         sync_folder(target.parent)
     finally:
-        _remove(aside)
+        _remove(aside)  # a failed copy only: after the rename there is nothing of that name
     replaced, left = {}, []
     for path, repair in zip(found, repairs):
         where = f"{path.relative_to(source)}:" if len(found) > 1 else ""
@@ -127,13 +129,16 @@ class _Repair:
     left: list[str]
 
     def apply(self, source: Path, copy: Path, value: float) -> None:
+        # From here on every path is in the copy; the original is only read
         moved = [dataclasses.replace(one, path=_move(one.path, source, copy)) for one in self.bad]
         for tensor in {one.place: one for one in moved}.values():
             _replace_nonfinite(tensor, value)
         for archive in {(one.path, one.archive) for one in moved if one.archive is not None}:
             places = [one.offset for one in moved if (one.path, one.archive) == archive]
+            # After all elements of the archive are written: a checksum is of the final bytes
             fix_checksums(archive[0], *archive[1], places)
         if self.contents.manifest is not None and self.bad:
+            # Last: it hashes the files as they are now
             _write_manifest(_move(self.contents.manifest.parent, source, copy), self.counts)
 
 
@@ -144,7 +149,7 @@ def _plan(path: Path, value: float, progress: Progress | None) -> _Repair:
         raise CheckpointError(f"{path} is damaged and cannot be cleaned: {scan.problems[0]}. Use another copy.")
     bad = [tensor for tensor, seen in zip(contents.tensors, scan.tensors) if seen.is_bad]
     for tensor in bad:
-        _encode(value, tensor)
+        _encode(value, tensor)  # refuse before anything is written
     counts = {tensor.name: tensor.num_nonfinite for tensor in scan.bad_tensors}
     return _Repair(contents, bad, counts, [name for name, _ in scan.bad_numbers])
 
@@ -156,6 +161,7 @@ def _move(path: Path, source: Path, copy: Path) -> Path:
 def _copy(source: Path, aside: Path) -> None:
     _remove(aside)
     if source.is_dir():
+        # Linked files are copied as files: a link in the copy would lead back to the original
         shutil.copytree(source, aside, ignore=_ignore_linked_folders)
     else:
         shutil.copyfile(source, aside)
@@ -193,6 +199,7 @@ def _replace_nonfinite(tensor: StoredTensor, value: float) -> None:
     with ChunkReader() as reader, tensor.path.open("r+b", buffering=0) as file:
         for start in range(0, tensor.num_bytes, CHUNK_BYTES):
             length = min(CHUNK_BYTES, tensor.num_bytes - start)
+            # The elements are a view of the reader's buffer, so what is written back is the repaired chunk
             if _overwrite(reader.read_elements(tensor, start, length), bits):
                 file.seek(tensor.offset + start)
                 file.write(reader.held(length))
@@ -201,7 +208,7 @@ def _replace_nonfinite(tensor: StoredTensor, value: float) -> None:
 def _overwrite(part: Tensor, bits: int) -> bool:
     """Overwrite every bad element, as bits because some dtypes have no arithmetic; return whether there was any."""
     parts = torch.view_as_real(part) if part.is_complex() else part
-    bad = ~(parts.float() if parts.element_size() == 1 else parts).isfinite()
+    bad = ~(parts.float() if parts.element_size() == 1 else parts).isfinite()  # float8_e4m3fn has no isfinite
     parts.view(INTEGERS[parts.element_size()]).masked_fill_(bad, bits)
     return bool(bad.any())
 
@@ -242,6 +249,7 @@ BLOCK_BYTES = 1 << 20
 def fix_checksums(path: Path, start: int, size: int, offsets: Sequence[int]) -> None:
     """Update the checksum of every record that contains one of `offsets`; the archive begins at `start`."""
     with path.open("r+b") as file:
+        # Shares the file's position, and seeks before each read: the writes below do it no harm
         window = Window(file, start, size)
         with zipfile.ZipFile(window) as archive:
             entry_at = start + archive.start_dir
@@ -257,6 +265,7 @@ def _write_checksum(file: BinaryIO, entry: zipfile.ZipInfo, entry_at: int, heade
     checksum = struct.pack("<I", _sum_up(file, begin, entry.file_size))
     end = begin + entry.file_size
     file.seek(end)
+    # Bit 3: the checksum stands behind the data, in a descriptor whose signature is optional
     described = entry.flag_bits & 8 and file.read(4) == b"PK\x07\x08"
     for place in (entry_at + 16, end + 4 if described else header_at + 14):
         file.seek(place)

@@ -95,6 +95,7 @@ def _pair_chunks(readers: Readers, old: StoredTensor, new: StoredTensor) -> Iter
     """Yield chunks of both with the same elements in the same order."""
     alike = (old.kind, old.stride, old.num_bytes) == (new.kind, new.stride, new.num_bytes)
     if alike and not old.has_gaps:
+        # Two readers: a chunk is valid only until the next read of its own
         yield from zip(readers[0].iterate(old), readers[1].iterate(new))
     elif old.num_elements:
         parts = zip(*(split_view(map_tensor(one, one.shape, one.stride)) for one in (old, new)))
@@ -118,7 +119,7 @@ class _Movement:
             return
         old, new = _as_doubles(chunk), _as_doubles(other)
         fine_old, fine_new = old.isfinite(), new.isfinite()
-        self.num_changed += int(((old != new) & ~(old.isnan() & new.isnan())).sum())
+        self.num_changed += int(((old != new) & ~(old.isnan() & new.isnan())).sum())  # NaN != NaN
         self.num_new += int((fine_old & ~fine_new).sum())
         self.before += float(old[fine_old].square().sum())
         both = fine_old & fine_new
@@ -133,4 +134,6 @@ def _as_doubles(chunk: Tensor) -> Tensor:
     parts = torch.view_as_real(chunk).reshape(-1) if chunk.is_complex() else chunk
     if parts.element_size() == 1 and parts.is_floating_point():
         parts = parts.float()  # float8 has few conversions
+    # A copy, since callers square it in place and the chunk is the reader's buffer; float64 so that a square of a
+    # large float32 does not overflow
     return parts.to(torch.float64, copy=True)

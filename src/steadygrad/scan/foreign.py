@@ -87,6 +87,7 @@ def _load(
     )
     if strict and not report.is_complete:
         raise MismatchError(f"{path} does not fit the model: {_describe(report)}. Load what fits with strict=False.")
+    # Before the first copy: the model is changed by all of it or by nothing
     _check_values(path, fitting, allow_nonfinite=allow_nonfinite)
     with torch.no_grad():
         for held, own in fitting.values():
@@ -112,13 +113,14 @@ def _list_wanted(model: nn.Module) -> dict[str, Tensor]:
     return wanted
 
 
-def _find_missing(wanted: Mapping[str, Tensor], pairs: Iterable[str]) -> Iterable[str]:
+def _find_missing(wanted: Mapping[str, Tensor], pairs: Mapping[str, object]) -> Iterable[str]:
     """Return names that the file has not, but for those tied to one that it has: files keep such weights once."""
     had = {_place(wanted[name]) for name in pairs}
-    return (name for name, own in wanted.items() if name not in set(pairs) and _place(own) not in had)
+    return (name for name, own in wanted.items() if name not in pairs and _place(own) not in had)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
+    # All empty tensors have address 0, and are not tied
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device) if tensor.numel() else (id(tensor),)
 
 
@@ -139,6 +141,7 @@ def _check_values(
         dtype = fitting[name][1].dtype
         if dtype.is_floating_point and one.num_elements:
             largest = max(-one.least, one.largest)
+            # A finite float32 can become Inf in the model's fp16
             if largest > torch.finfo(dtype).max:
                 raise MismatchError(
                     f"{name} holds {largest:g} in {path}, which {dtype} of the model cannot. Use a wider dtype."

@@ -4,14 +4,14 @@ An interpreter of pickle's opcodes that can build containers, numbers and text, 
 function stays a Name, and calling one gives a Call that only remembers its arguments. A few names of torch, numpy and
 the standard library that stand for plain data are known. Every other one is a stranger: an object that a class of the
 user's holds data in, which can be left out, or something that would run, so that a refusal can say what. Time and
-memory are bounded by the length of the pickle: keys are hashed only when they are flat, since the hash of a tuple of
-tuples of itself never ends.
+memory are bounded by the length of the pickle: keys are hashed only when they are flat and short, since the hash of a
+tuple of tuples of itself never ends, and no more elements are copied than the pickle has bytes.
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, BinaryIO
@@ -20,6 +20,10 @@ DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, Rec
 """What reading nonsense can raise; pickletools warns of odd escapes, which some programs turn into errors."""
 MAX_SHOWN = 100
 """Characters of a call's arguments."""
+MAX_PARTS = 100
+"""Parts of a key: a tuple is hashed again each time it is used as one."""
+CONTAINERS = {"builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "torch.Size"}
+DICTS = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,19 @@ class Interpreter:
     memo: dict[int, Any] = field(default_factory=dict)
     wanted: dict[str, None] = field(default_factory=dict)
     strangers: dict[str, None] = field(default_factory=dict)
+    num_read: int = 0
+    """Bytes of the pickle before this opcode."""
+    num_copied: int = 0
+    """Elements of containers that calls have copied."""
 
     def run(self, stream: BinaryIO) -> Pickle:
         """Interpret up to STOP and leave `stream` behind it. BrokenPickle for everything that does not fit."""
-        position = 0
+        position, start = 0, stream.tell()
         try:
             for opcode, argument, place in pickletools.genops(stream):
                 position = place or 0
+                self.num_read = position - start
+                # Not beyond it: the older format has several pickles in one stream
                 if opcode.name == "STOP":
                     return Pickle(self.stack.pop(), list(self.wanted), list(self.strangers))
                 self._execute(opcode.name, argument)
@@ -115,6 +125,7 @@ class Interpreter:
         elif name in STEPS:
             STEPS[name](self, argument)
         elif name not in NOTHING_TO_DO:
+            # Refused, not skipped: EXT1 to EXT4 and NEXT_BUFFER obtain objects from outside the file
             raise BrokenPickle(f"opcode {name} belongs to no pickle of plain data")
 
     def pop_to_mark(self) -> list[Any]:
@@ -126,6 +137,7 @@ class Interpreter:
             raise BrokenPickle("a global whose name is not text")
         found = Name(module, name)
         if not self.knows(str(found)):
+            # Collected, not raised at once, so that a refusal names everything; the name is never imported
             known = self.strangers if self.may_leave(str(found), Use.NAMED) else self.wanted
             known.setdefault(str(found))
         self.stack.append(found)
@@ -135,11 +147,24 @@ class Interpreter:
             raise BrokenPickle("a call whose arguments are not a tuple")
         if not isinstance(function, Name):
             raise BrokenPickle(f"a call of a {type(function).__name__}")
+        # A name that was harmless to mention may not be to call
         is_stranger = str(function) in self.strangers and not self.may_leave(str(function), use)
         if str(function) in self.wanted or is_stranger:
             self.wanted.pop(str(function), None)
             self.wanted.setdefault(f"{function}({_show(arguments)})")
+        if str(function) in CONTAINERS | DICTS:
+            self.copy(*(one for one in arguments if isinstance(one, list | tuple | dict)))
         self.stack.append(_make(str(function), arguments))
+
+    def copy(self, *containers: Collection[Any]) -> None:
+        """Count what is about to be copied, and refuse more than a program's pickle can need.
+
+        Such a pickle writes a container for the call that copies it, with a byte or more for each element; only a
+        hostile one copies the same container again and again.
+        """
+        self.num_copied += sum(len(one) for one in containers)
+        if self.num_copied > self.num_read:
+            raise BrokenPickle(f"{self.num_read} bytes that make {self.num_copied} copies of elements")
 
 
 def read_pickle(
@@ -154,11 +179,12 @@ def read_pickle(
 
 def _make(name: str, arguments: tuple[Any, ...]) -> Any:
     """Plain containers are made, everything else is only remembered."""
-    if name in {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}:
+    if name in DICTS:
         first = arguments[-1] if arguments and name != "collections.defaultdict" else ()
         pairs = first.items() if isinstance(first, dict) else first
         return {_check_key(key): value for key, value in pairs}
-    if name in {"builtins.set", "builtins.frozenset", "builtins.list", "builtins.tuple", "torch.Size"}:
+    # A set becomes a list: hashing what is in it could run forever
+    if name in CONTAINERS:
         items = arguments[0] if arguments else ()
         if not isinstance(items, list | tuple):
             raise BrokenPickle(f"{name} of a {type(items).__name__}")
@@ -168,6 +194,8 @@ def _make(name: str, arguments: tuple[Any, ...]) -> Any:
 
 def _check_key(key: Any) -> Any:
     flat = key if isinstance(key, tuple) else (key,)
+    if len(flat) > MAX_PARTS:
+        raise BrokenPickle(f"a key of {len(flat)} parts")
     if all(part is None or isinstance(part, str | bytes | int | float | bool | Call | Name) for part in flat):
         return key
     raise BrokenPickle(f"a key that is a {type(key).__name__}")
@@ -175,7 +203,8 @@ def _check_key(key: Any) -> Any:
 
 def _show(arguments: tuple[Any, ...]) -> str:
     """Return arguments for a person; only plain ones, since showing a nested one may never end."""
-    shown = (repr(one) if isinstance(one, str | bytes | int | float | bool | None) else "..." for one in arguments[:4])
+    starts = (one[:MAX_SHOWN] if isinstance(one, str | bytes) else one for one in arguments[:4])
+    shown = (repr(one) if isinstance(one, str | bytes | int | float | bool | None) else "..." for one in starts)
     text = ", ".join(shown)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
@@ -191,6 +220,7 @@ CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_TUPLE": tuple,
     "EMPTY_SET": list,  # never hashed
 }
+# No BYTEARRAY8 and no PERSID: what is not listed in these tables is refused
 LITERALS = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
@@ -267,7 +297,7 @@ def _update(target: Any, items: list[Any]) -> None:
 
 
 def _put(machine: Interpreter, argument: Any) -> None:
-    machine.memo[len(machine.memo) if argument is None else int(argument)] = machine.stack[-1]
+    machine.memo[len(machine.memo) if argument is None else int(argument)] = machine.stack[-1]  # None: MEMOIZE
 
 
 def _get(machine: Interpreter, argument: Any) -> None:
@@ -296,6 +326,7 @@ def _new_object(machine: Interpreter, _: Any) -> None:
 
 def _new_object_with_keywords(machine: Interpreter, _: Any) -> None:
     keywords, arguments, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    machine.copy(arguments)
     machine.call(kind, (*arguments, keywords), Use.MADE)
 
 

@@ -56,7 +56,7 @@ class ChunkMeter:
         values = self._as_floats(chunk)
         if values.numel() == 0:
             return Stats()
-        low, high = (float(end) for end in torch.aminmax(values))
+        low, high = (float(end) for end in torch.aminmax(values))  # NaN anywhere makes both NaN
         if not (math.isfinite(low) and math.isfinite(high)):
             return self._measure_bad(values)
         squares = _sum_squares(values, max(-low, high))
@@ -64,6 +64,7 @@ class ChunkMeter:
         return Stats(values.numel(), 0, 0, num_zeros, low, high, squares)
 
     def _measure_bad(self, values: Tensor) -> Stats:
+        # Both before the recursion, which may write over the scratch that `values` is a view of
         finite, num_nan = values[values.isfinite()], int(values.isnan().sum())
         stats = self.measure(finite)
         stats.num_elements, stats.num_nan = values.numel(), num_nan

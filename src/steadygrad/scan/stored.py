@@ -43,6 +43,7 @@ class StoredTensor:
     @property
     def place(self) -> tuple[Path, int, int, str]:
         """Two tensors of one place are one tensor with two names: tied weights."""
+        # The layout too: a transposed view of the same bytes is another tensor
         return self.path, self.offset, self.num_bytes, f"{self.kind}{self.shape}{self.stride}"
 
     def renamed(self, name: str) -> StoredTensor:

@@ -33,6 +33,7 @@ def unpickled_copy(path: Path) -> Iterator[Path]:
     if path.is_dir() or path.suffix == ".safetensors":
         yield path
         return
+    # Readable by this user alone (mode 0700), and removed even if the load fails
     with tempfile.TemporaryDirectory(prefix="steadygrad-") as folder:
         copy = Path(folder) / path.name
         torch.save(_keep_plain(load_trusted(path), set()), copy)
@@ -43,7 +44,7 @@ def _keep_plain(value: Any, above: set[int]) -> Any:
     """Tensors, numbers, text and their containers; objects by their attributes, as the inert reader sees them."""
     if value is None or isinstance(value, Tensor | bool | int | float | str):
         return value
-    if id(value) in above:
+    if id(value) in above:  # a container in itself; only ancestors, so that a value held twice is kept twice
         return None
     above = {*above, id(value)}
     if isinstance(value, nn.Module):

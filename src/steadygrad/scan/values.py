@@ -54,6 +54,7 @@ class _Maker:
         """Return the value itself; LEFT_OUT where only code could make it. Held twice, it is made once."""
         if value is None or isinstance(value, bool | int | float | str | bytes):
             return value
+        # The ids last: `load_values` holds the whole pickle until everything is made
         if id(value) not in self._made:
             self._made[id(value)] = LEFT_OUT  # a container in itself
             self._made[id(value)] = self._make(value, name)
@@ -67,6 +68,7 @@ class _Maker:
             items = [self.make(item, f"{name}.{i}") for i, item in enumerate(value)]
             return type(value)(None if item is LEFT_OUT else item for item in items)
         if isinstance(value, Name):
+            # An attribute of torch is read and not called, and only a dtype is taken
             found = getattr(torch, value.name, None) if value.module == "torch" else None
             return found if isinstance(found, torch.dtype) else LEFT_OUT
         return self._make_object(value, name) if isinstance(value, Call) else LEFT_OUT
@@ -82,7 +84,7 @@ class _Maker:
         if call.name in NAMESPACES and isinstance(call.state, dict):
             return argparse.Namespace(**{str(k): v for k, v in self.make(call.state, name).items()})
         if call.name.startswith("pathlib."):
-            return PurePath(*map(str, call.arguments))
+            return PurePath(*map(str, call.arguments))  # pure: it cannot touch the disk
         if call.name == "_codecs.encode":
             return str(call.arguments[0]).encode("latin1")
         if call.name.startswith("numpy."):

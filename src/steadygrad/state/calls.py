@@ -29,6 +29,7 @@ class _Hooks(OrderedDict[int, Any]):
         return {key: hook for key, hook in self.items() if key != self.ours}.values()
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        # Pickle and copy.deepcopy rebuild a plain OrderedDict from this, with the hooks of the script itself.
         return OrderedDict, (), None, None, iter([(key, hook) for key, hook in self.items() if key != self.ours])
 
 
@@ -39,12 +40,17 @@ def hear_calls(module: nn.Module, call: OnCall) -> bool:
         hooks.listeners.append(call)
         _hook(module, hooks)
         return True
-    if hasattr(module, "_get_fsdp_state"):
-        module.register_forward_pre_hook(_make_hook(module, [call]), prepend=True, with_kwargs=True)
-        return True  # FSDP2 has hooks of its own here, and such a module cannot be pickled or copied anyway
+    if hasattr(module, "_get_fsdp_state"):  # has hooks of its own here, and cannot be pickled or copied anyway
+        found = _find_listeners(module)
+        if found is None:
+            module.register_forward_pre_hook(_make_hook(module, [call]), prepend=True, with_kwargs=True)
+        else:
+            found[1].append(call)
+        return True
     if type(hooks) is not OrderedDict or type(flags) is not OrderedDict or hooks or flags:
         return False  # the script's own handles refer to these dicts, and could no longer remove their hooks
     hooks, flags = _Hooks(), _Hooks()
+    # Both dicts: our id is in the second too, and a pickle that kept it would pass kwargs to a later hook of that id.
     module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = hooks, flags
     hooks.listeners.append(call)
     _hook(module, hooks)
@@ -53,6 +59,7 @@ def hear_calls(module: nn.Module, call: OnCall) -> bool:
 
 def _hook(module: nn.Module, hooks: _Hooks) -> None:
     """Have the listeners called, unless they are already."""
+    # Gone once the last listener has left; a second training of the same model brings it back.
     if hooks.ours not in hooks:
         handle = module.register_forward_pre_hook(_make_hook(module, hooks.listeners), with_kwargs=True)
         hooks.ours = handle.id
@@ -63,18 +70,29 @@ def _hook(module: nn.Module, hooks: _Hooks) -> None:
 
 def stop_hearing(module: nn.Module, call: OnCall) -> None:
     """Call it no more; the hook itself goes with the last listener."""
-    hooks = vars(module).get("_forward_pre_hooks")
-    if isinstance(hooks, _Hooks) and call in hooks.listeners:
-        hooks.listeners.remove(call)
-        if not hooks.listeners and hooks.ours in hooks:
-            del hooks[hooks.ours]
-            module._forward_pre_hooks_with_kwargs.pop(hooks.ours, None)
+    found = _find_listeners(module)
+    if found is not None and call in found[1]:
+        ours, listeners = found
+        listeners.remove(call)
+        if not listeners:
+            module._forward_pre_hooks.pop(ours, None)
+            module._forward_pre_hooks_with_kwargs.pop(ours, None)
+
+
+def _find_listeners(module: nn.Module) -> tuple[int, list[OnCall]] | None:
+    """Return the id of our hook on `module` and what it calls."""
+    hooks = vars(module).get("_forward_pre_hooks", {})
+    if isinstance(hooks, _Hooks):
+        return hooks.ours, hooks.listeners
+    return next(((key, hook.heard_by) for key, hook in hooks.items() if hasattr(hook, "heard_by")), None)
 
 
 def _make_hook(module: nn.Module, listeners: list[OnCall]) -> Callable[..., None]:
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Shallow copies, such as the replicas of nn.DataParallel, share the dict and so this hook.
         if not torch.compiler.is_compiling() and called is module:
             for listener in list(listeners):  # one may leave now
                 listener(called, args, kwargs)
 
+    before.heard_by = listeners  # type: ignore[attr-defined]
     return before

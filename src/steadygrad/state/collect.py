@@ -55,12 +55,19 @@ class Source:
     """Whether a copy of it can live in a block of bytes; sparse and other unusual tensors cannot."""
     is_looked_at: bool = field(init=False)
     """Whether it can be other than finite, and has a name to report."""
+    layout: tuple[Any, ...] = field(init=False)
+    """Dtype, shape and strides; empty if it does not fit."""
+    num_bytes: int = field(init=False)
+    """Size of its elements; 0 if it does not fit."""
 
     def __post_init__(self) -> None:
         tensor = self.tensor
+        # Exactly Tensor, as detach() makes of a Parameter; a subclass may keep its numbers elsewhere.
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
         self.fits = plain and tensor.numel() > 0
         self.is_looked_at = bool(self.name) and self.fits and (tensor.is_floating_point() or tensor.is_complex())
+        self.layout = (tensor.dtype, tensor.shape, tensor.stride()) if self.fits else ()
+        self.num_bytes = tensor.numel() * tensor.element_size() if self.fits else 0
 
 
 class Collector:
@@ -78,6 +85,7 @@ class Collector:
 
     def begin_with(self, template: Template) -> None:
         """Take over the tensors that a template has numbered."""
+        # Copies: the extras that this walk adds must not get into the template.
         self.sources, self._numbers = list(template.sources), dict(template.numbers)
         self._alive = list(template.alive)
 
@@ -98,6 +106,7 @@ class Collector:
         number = self._numbers.get(id(tensor))
         if number is None:
             number = self._numbers[id(tensor)] = len(self.sources)
+            # detach() shares memory: nothing is copied yet, and a late copy sees what was written in between.
             self.sources.append(Source(take_local(tensor).detach(), late, name, must_be_finite))
             self._alive.append(tensor)
         return Slot(number, MeshPlace.of(tensor))
@@ -123,6 +132,7 @@ class Collector:
         if isinstance(value, list | tuple | deque):
             return remake(value, [self.walk(item, name=name, **settings) for item in value])
         try:
+            # One memo for everything: objects that share a part share its copy too.
             return copy.deepcopy(value, self._memo)
         except Exception as error:  # whatever a user's __deepcopy__ or __reduce__ raises
             self.left_out.append(f"a {type(value).__name__} of the {self.owner} ({error})")
@@ -180,6 +190,7 @@ def sign_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
                 return None
         for key, state in optimizer.state.items():
             found.append(id(key))
+            # A state that is not all tensors, such as a step counted in Python, must be read each time: no template.
             if not isinstance(state, dict) or not all(_sign(value, found) for value in state.values()):
                 return None
     return found
@@ -191,6 +202,7 @@ def _sign(value: Any, found: list[int]) -> bool:
         return True
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_meta:
         return False
+    # The template holds its tensors, so no id is reused. The address reveals `p.data = ...`, which keeps the id.
     found += (id(value), value.data_ptr(), value.numel())
     return True
 
@@ -199,6 +211,7 @@ def settle_shards(model: nn.Module) -> None:
     """Let go of weights that FSDP2 has gathered: a forward without backward leaves them, and they outlive a restore."""
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            # This order: during a forward, reshard() does nothing where FSDP2 has reshard_after_forward=False.
             _end_forward(module)
             module.reshard()  # type: ignore[operator]
 
@@ -267,6 +280,7 @@ def _collect_buffers(collector: Collector, model: nn.Module) -> Iterator[tuple[n
             if buffer is None:
                 yield module, name, None
             elif has_values(buffer):
+                # Not late: a forward may write it before the next optimizer step.
                 yield module, name, collector.add(buffer, late=False, name=label, must_be_finite=False)
 
 
@@ -284,6 +298,7 @@ def _collect_optimizer(
             for key, value in optimizer.state.items()
         ]
     return OptimizerState(
+        # Not late: torch's schedulers write a learning rate that is a tensor in place, between two optimizer steps.
         groups=[collector.walk(group, late=False) for group in groups],
         state=state,
         own=_collect_own(optimizer, collector) if has_own_state(optimizer) else None,

@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
+# at::internal::GRAIN_SIZE
 SERIAL = 1 << 15
 """Elements that torch still gives to one thread."""
 

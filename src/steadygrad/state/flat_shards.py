@@ -25,6 +25,7 @@ def find_flat_shards(model: nn.Module) -> dict[int, Fragment]:
     return {
         id(fragment.parameter): fragment
         for module in model.modules()
+        # A wrapper whose parameters all belong to inner wrappers has no handle.
         if is_wrapper(module) and (handle := getattr(module, "_handle", None)) is not None
         for fragment in _cut(handle)
     }
@@ -43,6 +44,7 @@ def clean_name(name: str) -> str:
 
 def _cut(handle: Any) -> Iterator[Fragment]:
     flat = handle.flat_param
+    # Private attributes of FSDP1's FlatParamHandle.
     parameters = flat._params if handle._use_orig_params else [flat]
     shapes = flat._shapes if handle._use_orig_params else [flat._unpadded_unsharded_size]
     for parameter, shape in zip(parameters, shapes):
@@ -50,6 +52,7 @@ def _cut(handle: Any) -> Iterator[Fragment]:
             parameter,
             shape=tuple(shape),
             num_parts=handle.world_size if handle.uses_sharded_strategy else 1,
+            # Called at each use: FSDP1 exchanges the memory below its parameters around forward and backward.
             part=parameter.detach,
             gradient=functools.partial(_find_gradient, parameter, parameters),
             source=flat,
@@ -60,4 +63,5 @@ def _find_gradient(parameter: Tensor, siblings: Sequence[Tensor]) -> Tensor | No
     """Return the gradient; an empty one for an empty part, since FSDP gives it none, if the layer has gradients."""
     if parameter.grad is not None or parameter.numel() or all(one.grad is None for one in siblings):
         return parameter.grad
+    # It has no elements, so it serves as its own gradient: each rank then has a row for each parameter.
     return parameter.detach()

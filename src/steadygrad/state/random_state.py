@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ def capture_random(devices: Iterable[torch.device]) -> dict[str, Any]:
     state: dict[str, Any] = {"python": _python.capture(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         state["numpy"] = _numpy.capture(sys.modules["numpy"])
+    # Seed and offset of a CUDA generator live in host memory: no wait.
     state["cuda"] = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
     return state
 
@@ -37,6 +39,7 @@ class _PythonState:
         self._state: Any = None
         self._is_readable = type(self._generator) is random.Random
         if self._is_readable:
+            # A window onto live memory; `_inst` lives as long as the module `random`, so the address stays valid.
             self._memory = (ctypes.c_char * self.NUM_BYTES).from_address(id(self._generator) + object.__basicsize__)
 
     def capture(self) -> Any:
@@ -47,6 +50,7 @@ class _PythonState:
         if words != self._words or gauss != self._gauss or self._state is None:
             self._words, self._gauss, self._state = words, gauss, self._generator.getstate()
             position, *rest = memoryview(words).cast("I")
+            # Checked at each new state, the first included: on another layout no remembered state is ever returned.
             self._is_readable = (*rest, position) == self._state[1]
         return self._state
 
@@ -54,30 +58,39 @@ class _PythonState:
 class _NumpyState:
     """Captures numpy's global generator, which takes 30 us, only when it has moved since the last capture.
 
-    Comparing its raw words takes 1 us. A normal number held back does not show in them, so while there is one the
-    state is always captured.
+    Comparing its raw words takes 1 us. A normal number held back lies in the object that numpy draws from, whose bytes
+    are compared too, wherever in it that number is.
     """
 
     NUM_BYTES = 625 * 4
     """The 624 words of a Mersenne twister and its position."""
 
     def __init__(self) -> None:
-        self._words = b""
+        self._bytes = b""
         self._state: Any = ()
         self._generator: Any = None
-        self._memory: Any = None
+        self._memory: tuple[Any, Any] | None = None
 
     def capture(self, numpy: Any) -> Any:
         generator = numpy.random.get_bit_generator()
         if generator is not self._generator:
-            self._generator, self._memory, self._words = generator, None, b""
+            self._generator, self._memory, self._bytes = generator, None, b""
             if type(generator) is numpy.random.MT19937:
-                self._memory = (ctypes.c_char * self.NUM_BYTES).from_address(generator.ctypes.state_address)
+                # Valid while the generator lives, and self._generator holds it; `_rand` lives as long as numpy.
+                words = (ctypes.c_char * self.NUM_BYTES).from_address(generator.ctypes.state_address)
+                drawn_from = numpy.random.mtrand._rand
+                head = object.__basicsize__  # holds the reference count, which changes all the time
+                num_bytes = type(drawn_from).__basicsize__ - head
+                self._memory = words, (ctypes.c_char * num_bytes).from_address(id(drawn_from) + head)
         if self._memory is None:
             return numpy.random.get_state()
-        words = self._memory.raw
-        if words != self._words or self._state[3]:
-            self._words, self._state = words, numpy.random.get_state()
+        now = self._memory[0].raw + self._memory[1].raw
+        if now != self._bytes:
+            self._bytes, self._state = now, numpy.random.get_state()
+            *_, has_gauss, gauss = self._state
+            # Checked whenever one is held back: where it lies elsewhere no remembered state is returned any more.
+            if has_gauss and struct.pack("d", gauss) not in now:
+                self._memory = None
         return self._state
 
 

@@ -92,6 +92,7 @@ class Fragment:
         """Whether the part is on CUDA."""
         return self.part.is_cuda
 
+    # EditWatch compares it from step to step, as that of a tensor.
     @property
     def _version(self) -> int:
         return self.part._version
@@ -132,6 +133,7 @@ def take_local(tensor: Tensor) -> Tensor:
     """Return this rank's part; shares memory."""
     if isinstance(tensor, Fragment):
         return tensor.part
+    # Not to_local(), which records an autograd op wherever gradients are enabled.
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -153,6 +155,7 @@ def finish_sum(tensor: Any) -> Tensor:
     from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if one.is_partial() else one for one in tensor.placements]
+    # A collective: all ranks of the mesh must come here.
     summed: Tensor = tensor.redistribute(placements=placements)
     return summed
 

@@ -59,6 +59,7 @@ def find_trained_parameters(
         kinds = ", ".join(type(o).__name__ for o in optimizers) or "an empty list"
         raise UsageError(f"Guard's second argument must be a torch optimizer or a list of them, got {kinds}.")
     inner = unwrap(model)
+    # Again, because the wrapper may hide an engine's model.
     _refuse_engines(inner)
     names = {id(p): clean_name(name) for name, p in inner.named_parameters()}
     fragments = find_flat_shards(inner)
@@ -70,6 +71,7 @@ def find_trained_parameters(
     for o, one in enumerate(optimizers):
         for g, group in enumerate(one.param_groups):
             for i, parameter in enumerate(group["params"]):
+                # In two groups or optimizers: measured once.
                 if id(parameter) in held:
                     continue
                 held.add(id(parameter))
@@ -119,6 +121,7 @@ def _walk_in(model: nn.Module) -> Iterator[nn.Module]:
 
 def _refuse_engines(thing: object) -> None:
     kind = type(thing)
+    # All bases: engines are also used through subclasses of the program's own.
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
         if package in ENGINES:

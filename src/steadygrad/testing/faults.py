@@ -7,7 +7,7 @@ Counting starts at 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from steadygrad.diagnose import is_replaying
+from steadygrad.state.tree import refill, remake
 
 
 def poison_batches(
@@ -27,6 +28,7 @@ def poison_batches(
 
 def _poison(batch: Any, value: float, sample: int) -> Any:
     def spoil(tensor: Tensor) -> Tensor:
+        # A copy: the dataset hands out the same memory again in the next epoch.
         bad = tensor.clone()
         bad[sample] = value
         return bad
@@ -35,16 +37,16 @@ def _poison(batch: Any, value: float, sample: int) -> Any:
 
 
 def _change_first(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `batch` with its first floating-point tensor changed; a dict, list or tuple of tensors stays one."""
+    """Return `batch` with its first floating-point tensor changed; a mapping, list or tuple keeps its type."""
     if isinstance(batch, Tensor):
         if not batch.is_floating_point():
             raise ValueError(f"cannot spoil a batch of dtype {batch.dtype}. Give one with floating-point data.")
         return change(batch)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         key = next(k for k, v in batch.items() if isinstance(v, Tensor) and v.is_floating_point())
-        return {**batch, key: change(batch[key])}
+        return refill(batch, {**batch, key: change(batch[key])})
     index = next(i for i, v in enumerate(batch) if isinstance(v, Tensor) and v.is_floating_point())
-    return type(batch)(change(v) if i == index else v for i, v in enumerate(batch))
+    return remake(batch, [change(v) if i == index else v for i, v in enumerate(batch)])
 
 
 def scale_batches(batches: Iterable[Any], *, at: Collection[int], factor: float) -> Iterator[Any]:
@@ -65,6 +67,7 @@ def poison_gradient(
     def hook(gradient: Tensor) -> Tensor | None:
         if calls.count() not in at:
             return None
+        # A hook must not write to its argument: autograd may use the same tensor elsewhere.
         bad = gradient.clone().contiguous()
         bad.view(-1)[index] = value
         return bad
@@ -79,6 +82,7 @@ def poison_loss(fn: Callable[..., Tensor], *, at: Collection[int], value: float 
 
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:
         loss = fn(*args, **kwargs)
+        # Added and not assigned: a constant has no derivative.
         return loss + value if calls.count() in at else loss
 
     return poisoned

@@ -58,6 +58,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on each rank, inside a process group; what it returned, by rank."""
     context = _choose_context()
+    # Handed to the ranks too: the processes of a machine share this clock.
     deadline = time.monotonic() + time_limit_seconds  # no correction of the date moves this clock
     with tempfile.TemporaryDirectory(prefix="steadygrad-ranks-") as folder:
         call = (function, args, kwargs, num_ranks, folder, deadline)
@@ -73,6 +74,7 @@ def _choose_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
+    # Only has an effect before the server starts, at the first process.
     context.set_forkserver_preload(PRELOADED)
     return context
 
@@ -85,6 +87,7 @@ def _start(context: BaseContext, number: int, call: tuple[Any, ...]) -> _Rank:
     stack = Path(call[4]) / f"stack_{number}.txt"
     process = context.Process(target=_become_rank, args=(number, sending, stack, *call), daemon=True)  # type: ignore[attr-defined]
     process.start()
+    # This process's copy of the writing end: while it is open, a rank that dies causes no EOF.
     sending.close()
     return _Rank(number, process, receiving, stack)
 
@@ -114,8 +117,10 @@ def _collect(ranks: list[_Rank], deadline: float, limit: float) -> list[Any]:
 def _receive(rank: _Rank) -> tuple[bool, Any]:
     """Return (whether it returned, what it returned or how it failed)"""
     try:
+        # Unpickled because our own child wrote it.
         returned, value = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
+        # The pipe closes before the exit code is known.
         rank.process.join(PATIENCE_SECONDS)
         return False, f"died with exit code {rank.process.exitcode}."
     return returned, value if returned else f"failed:\n{value}"
@@ -153,15 +158,19 @@ def _become_rank(
 ) -> None:
     limit = max(1.0, deadline - time.monotonic())
     with stack.open("w") as file:
+        # A C thread writes it, without the GIL, so a rank that is stuck in C++ is dumped too. The file must stay open.
         faulthandler.dump_traceback_later(max(0.1, limit - MARGIN_SECONDS), file=file)
         try:
             with _process_group(number, num_ranks, folder, limit):
+                # Pickled inside the try: a result that cannot be pickled is reported with its traceback.
                 answer = pickle.dumps((True, function(*args, **kwargs)))
+        # SystemExit too: a rank that exits without an answer would be reported as a crash.
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
     pipe.send_bytes(answer)
     pipe.close()
+    # os._exit flushes nothing.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads of a process group that failed would be waited for
@@ -176,6 +185,7 @@ def _process_group(number: int, num_ranks: int, folder: str, limit: float) -> It
     os.environ |= {"RANK": str(number), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(number)}
     dist.init_process_group(
         "gloo",
+        # A file in the folder of this call: no port to clash over, no store left from an earlier call.
         init_method=f"file://{folder}/meeting",
         rank=number,
         world_size=num_ranks,
@@ -184,5 +194,6 @@ def _process_group(number: int, num_ranks: int, folder: str, limit: float) -> It
     try:
         yield
     finally:
+        # After a failure the group may be broken; the function's own error is the one to report.
         with contextlib.suppress(Exception):
             dist.destroy_process_group()

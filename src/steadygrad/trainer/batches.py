@@ -17,6 +17,7 @@ from steadygrad.view.progress import count_items
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Move every tensor of nested containers to `device`; leave anything else as it is."""
+    # Asynchronous from pinned memory only; the forward is queued on the same stream, behind the copy
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -23,7 +23,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            module.training = mode  # not `.train(mode)`, which would set the children too
 
 
 def make_autocast(precision: Precision | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:

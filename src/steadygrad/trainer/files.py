@@ -41,7 +41,7 @@ def clean_parameters(model: nn.Module, when: str) -> bool:
     for name, parameter in model.named_parameters():
         if check_nan_inf(parameter, f"parameter {name}"):
             logger.warning("NaN/Inf detected in parameter %s, cleaning %s", name, when)
-            parameter.copy_(handle_nan_inf(parameter))
+            parameter.copy_(handle_nan_inf(parameter))  # in place: optimizers and EMA hold this tensor
             found = True
     return found
 
@@ -55,6 +55,7 @@ def write_file(path: str | Path, content: Mapping[str, Any]) -> None:
         with aside.open("wb") as file:
             torch.save(dict(content), file)
             file.flush()
+            # Before the rename: after a power cut the name must not lead to an empty file
             os.fsync(file.fileno())
         aside.replace(path)
     finally:
@@ -76,6 +77,7 @@ def save_model(
     """
     if clean_parameters(model, "before save"):
         logger.warning("Model contained NaN/Inf values that were cleaned before saving")
+    # Gathering is a collective: all ranks do it, also those that do not write
     content: dict[str, Any] = {"model_state_dict": gather(model.state_dict()), **about}
     if optimizers:
         content["optimizer_state_dict"] = [gather(optimizer.state_dict()) for optimizer in optimizers]
@@ -172,6 +174,7 @@ def find_best(folder: str | Path) -> Path:
 def append_metrics(run_dir: Path, line: Mapping[str, Any]) -> None:
     """Append one evaluation as a line of `metrics.jsonl`."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    # Appended, not rewritten: a kill can truncate the last line only
     with (run_dir / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(dict(line)) + "\n")
 
@@ -186,6 +189,7 @@ def load_trained(run_dir: str | Path, model: nn.Module) -> int:
         raise CheckpointError(f"{run_dir} holds no checkpoint. Train first, or give --run-dir.")
     ema: Mapping[str, Any] = found.state.get("extras", {}).get("ema") or {}
     averaged = {name.removeprefix("module."): value for name, value in ema.items() if isinstance(value, Tensor)}
+    # n_averaged is AveragedModel's own counter; what it does not average comes from the model
     weights = {**found.state["model"], **{name: value for name, value in averaged.items() if name != "n_averaged"}}
     model.load_state_dict(weights)
     return found.step

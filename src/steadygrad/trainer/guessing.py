@@ -38,6 +38,7 @@ def find_best(losses: Iterable[float]) -> float | None:
 
 def judge_learning(best: float | None, guess: float | None, step: int) -> Finding | None:
     """Return a finding if the best validation loss is barely below that of a guess."""
+    # A best loss of NaN fails the last comparison, and is reported
     if best is None or guess is None or not 0 < guess < math.inf or best <= HARDLY * guess:
         return None
     return Finding(

@@ -98,13 +98,14 @@ class Progress(Sink):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
+        # A copy: a checkpoint is written while the training goes on
         return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_heard"})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict()`."""
         for name in self.state_dict().keys() & state.keys():  # earlier versions knew fewer
             setattr(self, name, state[name])
-        self._heard = []
+        self._heard = []  # not what was judged before the resume
 
 
 def _empty_sums() -> dict[str, float]:

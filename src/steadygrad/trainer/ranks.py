@@ -12,15 +12,26 @@ import contextlib
 import copy
 import itertools
 import os
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
 
 from steadygrad.checkpoint.workers import copy_loader
 from steadygrad.state.shards import is_dtensor
@@ -41,7 +52,9 @@ def join_ranks() -> None:
     if any(name not in os.environ for name in LAUNCHED) or int(os.environ["WORLD_SIZE"]) < 2:
         return
     if torch.cuda.is_available():
+        # Before the process group: NCCL uses the current device, and all ranks would meet on GPU 0
         torch.cuda.set_device(find_local_rank() % torch.cuda.device_count())
+    # gloo beside NCCL: Python objects are gathered through the CPU, without waiting for the GPU
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     atexit.register(leave_ranks)
 
@@ -81,6 +94,7 @@ def share_from_first(make: Callable[[], T]) -> T:
     if is_first():
         try:
             outcome[0] = make()
+        # Sent instead of raised: the other ranks are already waiting in the broadcast
         except Exception as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
@@ -108,6 +122,7 @@ def first_rank_first() -> Iterator[None]:
         yield
     finally:
         if count_ranks() > 1 and is_first():
+            # Also after an error, or the other ranks would wait for this one forever
             dist.barrier()
 
 
@@ -115,7 +130,7 @@ def sum_over_ranks(numbers: Tensor) -> Tensor:
     """Return the sum over ranks of a tensor without gradient."""
     if count_ranks() == 1:
         return numbers
-    total = numbers.detach().clone()
+    total = numbers.detach().clone()  # all_reduce writes in place, and the numbers are the caller's
     dist.all_reduce(total)
     return total
 
@@ -130,6 +145,7 @@ class Replica(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # While it is constructed or unpickled there is no `module`, and asking for it would recurse without end
             if name == "module" or "module" not in self.__dict__.get("_modules", {}):
                 raise
             return getattr(self.module, name)
@@ -143,7 +159,7 @@ def strip_replica(model: nn.Module) -> nn.Module:
 def share_weights(model: nn.Module) -> None:
     """Give every rank the weights and buffers of rank 0."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
+        dist.broadcast(tensor.detach(), src=0)  # detached it shares memory: the parameter itself is written
 
 
 def replicate_model(model: nn.Module, device: torch.device) -> nn.Module:
@@ -159,6 +175,7 @@ def shard_model(model: nn.Module, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (count_ranks(),))
     for owner in list(model.modules()):
         if isinstance(owner, nn.ModuleList | nn.Sequential):
+            # Inner blocks first: the outer call takes the parameters that no inner one has taken
             for block in owner:
                 if len(list(block.children())) > 1 and any(True for _ in block.parameters()):
                     fully_shard(block, mesh=mesh)
@@ -220,6 +237,7 @@ class RankBatches(Sampler[list[int]]):
         self.batches, self._rank, self._num = batches, rank, num_ranks
         self.sampler = getattr(batches, "sampler", None)
         drops = bool(getattr(batches, "drop_last", False))
+        # With fewer batches than ranks, dropping the last group would leave no data at all
         self._drops = drops and len(batches) >= num_ranks  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -240,6 +258,31 @@ class RankBatches(Sampler[list[int]]):
         return rows[len(rows) * self._rank // self._num : len(rows) * (self._rank + 1) // self._num]
 
 
+@dataclass
+class RankInit:
+    """Seeds a worker for its rank, and then runs the user's worker_init_fn.
+
+    A loader draws the seed of its workers from the generator that orders the data, which is the same on all ranks.
+    """
+
+    init: Callable[[int], Any] | None
+    rank: int
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        seed = info.seed + self.rank * info.num_workers  # worker n of a rank has the loader's seed + n
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if "numpy" in sys.modules:  # torch imports it in a worker, where it is installed
+            numpy = sys.modules["numpy"]
+            # Not the seed itself, with which numpy draws the same numbers as `random`
+            numpy.random.seed(numpy.random.SeedSequence(seed).generate_state(4))
+        object.__setattr__(info, "seed", seed)  # frozen; the user's function may seed other libraries with it
+        if self.init is not None:
+            self.init(worker)
+
+
 def share_loader(loader: Iterable[T], seed: int | None) -> Iterable[T]:
     """Return this rank's part of a DataLoader; in a single process, the loader itself.
 
@@ -258,7 +301,12 @@ def share_loader(loader: Iterable[T], seed: int | None) -> Iterable[T]:
     generator = torch.Generator().manual_seed(agree_on_seed(seed))
     batches = _share_order(cast(Sampler[list[int]], loader.batch_sampler), generator)
     divided = RankBatches(batches, find_rank(), num)
-    changes = {"batch_sampler": divided, "sampler": divided.sampler, "generator": loader.generator or generator}
+    changes = {
+        "batch_sampler": divided,
+        "sampler": divided.sampler,
+        "generator": loader.generator or generator,
+        "worker_init_fn": RankInit(loader.worker_init_fn, find_rank()),
+    }
     shared: DataLoader[T] = copy_loader(loader, **changes)
     return shared
 
@@ -282,7 +330,7 @@ def _share_order(batches: Sampler[list[int]], generator: torch.Generator) -> Sam
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         order = SharedOrder(sampler.num_samples, generator)
     else:
-        order = copy.copy(sampler)
+        order = copy.copy(sampler)  # the user's own sampler keeps its generator
         order.generator = generator  # type: ignore[attr-defined]
     return BatchSampler(order, batches.batch_size, batches.drop_last)
 

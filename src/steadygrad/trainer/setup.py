@@ -35,7 +35,7 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+        sys.modules["numpy"].random.seed(seed % 2**32)  # numpy takes no more than 32 bits
 
 
 def choose_device(name: str) -> torch.device:
@@ -46,6 +46,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda", find_local_rank() % torch.cuda.device_count())
     try:
         torch.zeros(1, device=name)
+    # torch built without CUDA raises AssertionError
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"cannot train on device {name!r}: {reason}. Use cpu, or auto.") from None

@@ -58,7 +58,7 @@ class Task:
         total, num = 0.0, 0
         for batch in val_loader:
             loss, _ = split_terms(self.compute_loss(move_batch(batch, self.device)))
-            total, num = total + float(loss), num + 1
+            total, num = total + float(loss), num + 1  # waits for the device; in an evaluation that is affordable
         if num == 0:
             raise UsageError("the validation loader has no batch. Give one with data, or none at all.")
         return {"loss": total / num}
@@ -75,6 +75,7 @@ class Task:
         if stage.optimizer is not None:
             return stage.optimizer(self.bare_model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
+        # Fused: the guard clips and skips inside its kernel, without a read by the host at each step
         rate, decay, fused = self.config.learning_rate, self.config.weight_decay, self.device.type == "cuda"
         return torch.optim.AdamW(trainable, lr=rate, weight_decay=decay, fused=fused)
 
@@ -97,5 +98,6 @@ def split_terms(result: Any) -> tuple[Tensor, dict[str, Any]]:
     """Split the result of `compute_loss` into the loss and its terms."""
     if isinstance(result, tuple):
         loss, terms = result
+        # Detached: terms are kept for the record, and would keep the graph with them
         return loss, {name: value.detach() if isinstance(value, Tensor) else value for name, value in terms.items()}
     return result, {}

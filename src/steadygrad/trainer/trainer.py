@@ -103,6 +103,7 @@ class Trainer(Task):
         self.guard_config = make_guard_config(self.config, guard_config, self.device)
         self.guard: Guard | None = None
         self._loss_fn, self._sinks = loss_fn, list(sinks) if is_first() else []
+        # A stage's guard closes its sinks; the next stage's writes to the same trackers
         self._trackers = [StaysOpen(tracker) for tracker in open_trackers(self.config, self.run_dir)]
         self._tell = (logger.info if tell is None else tell) if is_first() else logger.debug
         self._progress, self._pace = Progress(), Pace()
@@ -116,6 +117,7 @@ class Trainer(Task):
         """Return the model for this rank, alike on all of them, and make its average."""
         if count_ranks() > 1:
             model = join_batch_norms(model) if self.device.type == "cuda" else model
+            # Before the average copies them, and before they are sharded, when no rank has a whole one to send
             share_weights(model)
         self.ema = make_average(model, self.config.ema_decay)
         if count_ranks() > 1 and self.config.strategy == "fsdp":
@@ -135,10 +137,12 @@ class Trainer(Task):
         start, self._resume_from = self._resume_from, None
         first = 0 if start is None else start.stage
         if start is None and self.config.seed is not None:
+            # Not on a resume, which restores the generators
             seed_generators(self.config.seed + find_rank())
         train_loader = share_loader(train_loader, self.config.seed)
         if self.stage is not self.stages[0]:  # all stages have been trained before
             self._prepare(0)
+        # One after the other: `prepare` of a stage finds the model as the stages before it left it
         for index in range(1, first + 1):
             self._prepare(index)
         for index in range(first, len(self.stages)):
@@ -198,6 +202,7 @@ class Trainer(Task):
                     self._save(guard)
                 metrics = self._end_epoch(guard, val_loader)
                 if not self._has_reached_limit:
+                    # Before the save: its checkpoint then begins with the next epoch
                     self._progress.num_batches = 0
                     guard.end_epoch()
                 self.end_epoch(metrics)
@@ -236,6 +241,7 @@ class Trainer(Task):
 
     def _save(self, guard: Guard) -> None:
         if self.run_dir is not None:
+            # Before the save, which contains the progress: a resumed run must not save this step again
             self._progress.saved = guard.num_steps
             guard.save()
 
@@ -244,6 +250,7 @@ class Trainer(Task):
         begin_epoch(loader, guard.epoch)
         for batch in guard.batches(loader):
             window = size_window(self._progress.num_batches, num_batches, accumulation)
+            # Before the step, whose checkpoint must count the batch that it used
             self._progress.num_batches += 1
             ready = self.prepare_batch(move_batch(batch, self.device))
             with hold_gradients(self.model, hold=guard.num_microbatches + 1 < window):
@@ -254,6 +261,7 @@ class Trainer(Task):
                 continue
             guard.step()
             if not self.is_protected:
+                # Waits for the device at each step; with a guard the loss arrives with the judged step
                 self._progress.add(float(loss), None)
             self._hear()
             self._do_what_is_due(guard, val_loader)
@@ -291,6 +299,7 @@ class Trainer(Task):
         """Evaluate the averaged model if there is one, without side effects on training."""
         with self._as_evaluated(), unchanged_random([self.device]), torch.no_grad(), self.autocast():
             found = {name: float(value) for name, value in self.evaluate(val_loader).items()}
+        # Rank 0's numbers for all: early stopping must come at the same step everywhere
         metrics = share_from_first(lambda: found)
         if "loss" in metrics:
             guard.validate(metrics["loss"])
@@ -322,6 +331,7 @@ class Trainer(Task):
         progress = self._progress
         if guard.num_microbatches:  # the data's length was unknown, or a rollback left some of it out
             guard.step()
+        # The last step is judged late: otherwise its numbers would count for the next epoch
         guard.flush()
         self._hear()
         where = {"epoch": guard.epoch, "stage": self.stage.name, "step": guard.num_steps}
@@ -370,6 +380,7 @@ class Trainer(Task):
     def _take_weights(self, path: Path) -> None:
         load_checkpoint(path, self.bare_model)
         if self.ema is not None:
+            # Or the average would start from the random weights of the constructor
             self.ema.module.load_state_dict(self.bare_model.state_dict())
         self._tell(f"The weights of {path} are loaded; optimizer, schedule and epochs start over.")
 
@@ -434,7 +445,7 @@ class Trainer(Task):
         optimizers = self._optimizers if include_optimizer else []
         histories = {"train_history": self.train_history, "val_history": self.val_history}
         about = {"config": to_plain(self.config), **histories}
-        save_model(path, self.bare_model, optimizers, about, gather=gather_shards, writes=is_first())
+        save_model(path, self.bare_model, optimizers, about, gather=gather_shards, writes=is_first())  # on all ranks
 
     def load_checkpoint(self, path: str | Path, *, trust: bool = False) -> bool:
         """Load the model, and the optimizer if included, from a file of `save_checkpoint`; return False on failure.

@@ -61,6 +61,7 @@ class Ledger:
         if self._path is None:
             return
         if self._path.exists():
+            # Not locked: what another worker writes between this read and the rename is lost; a resume tries it again
             held = json.loads(self._path.read_text(encoding="utf-8"))
             self._content["trials"] = {**held["trials"], **self._content["trials"]}
         write_text(self._path, json.dumps(self._content, indent=1, allow_nan=False) + "\n")
@@ -75,7 +76,7 @@ def _take_over(path: Path, request: Mapping[str, Any], *, resume: bool) -> dict[
         before = content["request"]
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{path} cannot be read as a tuning. Move it away, or give another --run-dir.") from None
-    wanted = json.loads(json.dumps(request))
+    wanted = json.loads(json.dumps(request))  # tuples as lists, to be compared with what was read
     for name in wanted:
         if before.get(name) != wanted[name]:
             raise UsageError(
@@ -100,7 +101,7 @@ def _name(settings: Settings, order: int) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write to a temporary file, then rename it; several workers may do so at once."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")  # by process: workers may write at once
     try:
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)

@@ -25,7 +25,7 @@ def draw_tuning(tuned: Tuned, target: Path) -> Path:
     _draw_losses(axes[3], tuned)
     if tuned.searched:
         _draw_search(axes[4], tuned)
-    figure.suptitle(f"tuning of {tuned.target.name}".replace("$", r"\$"), fontsize=11)
+    figure.suptitle(f"tuning of {tuned.target.name}".replace("$", r"\$"), fontsize=11)  # `$` begins a formula
     figure.savefig(target, dpi=130)
     return target
 

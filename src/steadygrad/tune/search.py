@@ -72,6 +72,7 @@ class Search:
     def run(self, space: Space, num_trials: int, run_trial: RunTrial, tell: TellTrial, *, leads: bool) -> None:
         """Try settings until all workers together have made `num_trials`; the leader stays until the last is done."""
         while True:
+            # First: what it frees no longer counts, and is tried again
             self._free_abandoned()
             if self._count() < num_trials:
                 self._try_next(space, run_trial, tell)
@@ -86,6 +87,7 @@ class Search:
         result = run_trial(space.draw(trial), self._make_report(trial))
         state = self._states.COMPLETE if result.is_good else self._states.PRUNED
         try:
+            # Before `tell`: a finished trial takes no attributes
             trial.set_user_attr(RESULT, json.dumps(to_plain_result(result)))
             self._study.tell(trial, result.score if result.is_good else None, state=state)
         except FINISHED:
@@ -98,12 +100,13 @@ class Search:
         def report(share: float, loss: float) -> bool:
             nonlocal last
             mark = int(share * NUM_MARKS)
-            if mark == last or mark >= NUM_MARKS or loss != loss:
+            if mark == last or mark >= NUM_MARKS or loss != loss:  # NaN: no loss is known yet
                 return False
             last = mark
             try:
                 trial.report(loss, mark)
             except FINISHED:
+                # Another worker has freed this trial: going on would be wasted
                 return True
             return bool(trial.should_prune())
 
@@ -133,6 +136,7 @@ class Search:
 
     def _is_abandoned(self, trial: Any) -> bool:
         """Return whether its process is gone or, on another machine, it took too long by this worker's clock."""
+        # Without a worker (killed between `ask` and the note) it counts as one on another machine
         host, _, process = str(trial.user_attrs.get(WORKER, "")).rpartition(":")
         if host == socket.gethostname():
             return not is_alive(int(process))

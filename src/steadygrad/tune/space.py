@@ -82,6 +82,7 @@ class Space:
         return {"lr": drawer.suggest_float("lr", *self.rates, log=True)}
 
     def _draw_warmup(self, drawer: Drawer) -> dict[str, Any]:
+        # The given value is among the choices, so that `place` can queue it
         return {"warmup": drawer.suggest_categorical("warmup", sorted({*WARMUPS, self.given.warmup}))}
 
     def _draw_clip(self, drawer: Drawer) -> dict[str, Any]:
@@ -121,6 +122,7 @@ def make_space(target: Target, names: Sequence[str], curve: RateCurve) -> Space:
     return Space(
         names=tuple(names),
         given=given,
+        # A given rate above the suggested one is still searched if it was quiet in the range test
         rates=(curve.suggested / LOWER, max(curve.suggested, given.lr if given.lr <= curve.largest_quiet else 0.0)),
         norms=(max(middle / 10, 1e-6), max(middle * 4, 1e-5)),
         clips=("fixed_norm",) if target.is_recipe else ("fixed_norm", "zclip", "autoclip", "none"),

@@ -45,7 +45,7 @@ def open_study(
         "load_if_exists": True,
     }
     study = _try_to_open(optuna, url, settings)
-    _check_request(study, hide_password(url), request, resume=resume)
+    _check_request(study, hide_password(url), request, resume=resume)  # the URL may be printed
     return study
 
 

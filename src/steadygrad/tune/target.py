@@ -6,6 +6,7 @@ of `Settings`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
@@ -104,11 +105,13 @@ def _load(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses and workers look their module up by name
-    sys.path.insert(0, str(path.parent.resolve()))
+    folder = str(path.parent.resolve())
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.pop(0)
+        with contextlib.suppress(ValueError):  # the script may have removed it
+            sys.path.remove(folder)
     return module
 
 

@@ -74,6 +74,7 @@ def run_trial(
     config = tunable.configure(settings)
     with rehearsal.attempt(config, make_scaler(tunable, settings)) as guard:
         if order:
+            # Inside the attempt, which puts the generators back, and before the first batch is drawn
             change_order(rehearsal, order)
         rates = RateSetter(rehearsal.optimizers)
         set_optimizers(tunable, settings)
@@ -81,6 +82,7 @@ def run_trial(
         for i in range(num_steps):
             rates.set(settings.lr * scale_rate(i, num_steps, settings.warmup, tunable.schedule))
             num_found = len(guard.findings)
+            # `islice` of one running iterator: each step takes the batches behind those of the last
             reading = make_step(
                 guard, lambda b: tunable.compute_loss(b) / settings.accumulation, islice(batches, settings.accumulation)
             )
@@ -93,6 +95,7 @@ def run_trial(
                 break
         kinds = tuple(dict.fromkeys(finding.kind for finding in keep_reporting(guard.findings)))
         if not why and not given_up:
+            # Inside the attempt: on leaving it, the weights are put back
             measured = tunable.measure_score(config.autocast)
             score = mean_tail(losses, num_steps) if measured is None else measured
             if not math.isfinite(score):

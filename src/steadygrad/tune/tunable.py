@@ -167,7 +167,7 @@ def find_batch_size(loader: Any) -> int | None:
     """Return the batch size of a DataLoader that can be resized; None for other loaders."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    plain = type(loader.batch_sampler) is BatchSampler
+    plain = type(loader.batch_sampler) is BatchSampler  # a subclass may not take another size
     return loader.batch_size if plain else None
 
 
@@ -175,6 +175,7 @@ def resize_batches(loader: Any, batch: int | None) -> Any:
     """Return the same loader with batches of another size, drawn in the same order."""
     if batch is None or batch == find_batch_size(loader):
         return loader
+    # The same sampler object, so that it draws the same order from the same generator
     sampler = BatchSampler(loader.sampler, batch, loader.drop_last)
     return copy_loader(loader, batch_sampler=sampler, batch_size=batch)
 

@@ -92,6 +92,7 @@ class Tuning:
     def help(self) -> None:
         """Run only trials of a search; the worker that leads it chooses and writes."""
         assert self._search is not None
+        # Into this worker's ledger, where `_start` finds the level that a trial is judged by
         self._ledger.keep_curve(curve := self._search.wait_for_curve())
         self._search_settings(self._search, curve, leads=False)
 

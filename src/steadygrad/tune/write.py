@@ -36,6 +36,7 @@ def spell_config(tuned: Tuned) -> str:
     target = tuned.target
     head = [f"# {target.name}: {tuned.choice.reason}", *(f"# {n}: {b} -> {a}" for n, b, a, _ in tuned.evidence)]
     body = yaml.safe_dump(target.spell_settings(tuned.choice.settings), sort_keys=False)
+    # A line break in a reason would end the YAML comment, and the rest would be read as a setting
     return "\n".join([*(line.replace("\n", " ") for line in head), body])
 
 
@@ -49,6 +50,7 @@ def describe_share(tuned: Tuned) -> str:
 def render_page(tuned: Tuned, picture: bytes) -> str:
     """Return one self-contained HTML document."""
     title = f"Tuning of {tuned.target.name}"
+    # The page loads nothing and runs no script, whatever the names of a user's settings contain
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     head = [
         tag("meta", charset="utf-8"),

@@ -144,6 +144,7 @@ def _find_standing(
 
     `changes`: step, and the outcome's rates before and after; `returns`: the outcome's steps, from where and to where.
     """
+    # A rollback goes from the later step (`before`) to the earlier one (`after`)
     spans = [(as_number(look(after, "step")), as_number(look(before, "step"))) for before, after in returns]
     known = [(first, last) for first, last in spans if first is not None and last is not None]
     standing = (

@@ -47,7 +47,7 @@ class NotebookChart(Sink):
 
     def display(self) -> None:
         """Show it in the notebook that runs this; elsewhere do nothing."""
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError):  # IPython is not a dependency
             if importlib.import_module("IPython").get_ipython() is not None:
                 self._handle = importlib.import_module("IPython.display").display(self, display_id=True)
 
@@ -117,7 +117,7 @@ def draw_curve(name: str, steps: Sequence[int], values: Sequence[float], skips: 
     if not steps:
         return ""
     low, high = min(values), max(values)
-    is_log = low > 0 and high / low > 100
+    is_log = low > 0 and high / low > 100  # a norm of 0 keeps the scale linear
     scale = math.log10 if is_log else float
     bottom, top = scale(low), scale(high)
     span, width = (top - bottom) or 1.0, max(1, steps[-1] - steps[0])

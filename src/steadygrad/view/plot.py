@@ -41,6 +41,7 @@ def _open_figure(target: Path, heights: Sequence[float]) -> tuple[Any, Any]:
     """Return a figure that can be written to `target`, and its panels."""
     if target.suffix.lower().lstrip(".") not in FORMATS:
         raise UsageError(f"{target} has no suffix that selects a format. Use one of: .{', .'.join(FORMATS)}.")
+    # Figure, not pyplot: no display, no global state, and the backend that a program has chosen stays
     figure_class = import_extra("view", "matplotlib.figure", what="a plot", error=UsageError).Figure
     figure = figure_class(figsize=(10, sum(heights) + 0.4), layout="constrained")
     return figure, figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]

@@ -16,7 +16,7 @@ def draw_bars(values: Sequence[float], width: int, height: int, *, log: bool = F
         return []
     columns = squeeze(known, width)
     low, high = min(known), max(columns)
-    span = (high - low) or 1.0
+    span = (high - low) or 1.0  # a flat curve
     eighths = [1 + round((value - low) / span * (8 * height - 1)) for value in columns]
     return ["".join(BLOCKS[min(8, max(0, one - 8 * row))] for one in eighths) for row in reversed(range(height))]
 
@@ -25,5 +25,6 @@ def squeeze(values: Sequence[float], width: int) -> list[float]:
     """Return at most `width` numbers: the largest of each stretch."""
     if len(values) <= width:
         return list(values)
+    # No stretch is empty: there are more values than columns here
     edges = [i * len(values) // width for i in range(width + 1)]
     return [max(values[first:last]) for first, last in pairwise(edges)]

@@ -103,6 +103,7 @@ def _list_incidents(incidents: Sequence[Incident], num_shown: int) -> list[str]:
         log.add(to_plain(incident))
     found = log.serious_problems() or log.problems
     gravest = sorted(found, key=lambda one: (not GRAVE.intersection(one.actions), one.cause is None))[:num_shown]
+    # The gravest are chosen, then shown in the order in which they happened
     problems = [one for one in found if one in gravest]
     first = "" if len(problems) == len(log.problems) else f", {len(problems)} of them here"
     lines = [f"incidents  {len(incidents)} in {spell_count(len(log.problems), 'problem')}{first}"]

@@ -40,6 +40,7 @@ def describe_finding(finding: Finding, outcome: Outcome | None = None, *, color:
     did = "" if outcome is None or outcome.action is Action.NONE else f" [{outcome.message}]"
     text = f": {finding.message}{did}"
     advice = f" {finding.advice}" if finding.advice else ""
+    # Before the colours are added, which are escape sequences themselves
     label, text, advice = map(make_printable, (label, text, advice))
     if not color:
         return f"{label}{text}.{advice}"
@@ -73,12 +74,13 @@ class FindingsHandler(logging.Handler):
                 return
             for line in self._take(finding, open_carried(getattr(record, "outcome", None))):
                 self._write(line)
-        except Exception:
+        except Exception:  # logging's contract: a handler never raises into the program
             self.handleError(record)
 
     def _take(self, finding: Finding, outcome: Any) -> Iterator[str]:
         """Yield the lines to write now: none while the kind is held back, two after some were."""
         now = self._clock()
+        # No lock: logging calls emit under the handler's own
         quota = self._quotas.setdefault(finding.kind, _Quota(now))
         if now - quota.since >= WINDOW_SECONDS:
             if quota.held_back:
@@ -97,15 +99,18 @@ class FindingsHandler(logging.Handler):
 
     @property
     def _stream(self) -> TextIO:
+        # Looked up at each line: notebooks and pytest replace sys.stderr
         return sys.stderr if self._file is None else self._file
 
     def _write(self, line: str) -> None:
         if _bars and self._file is None:
             from rich.text import Text
 
+            # As Text: in a plain string rich would read [...] as markup
             _bars[-1].print(Text.from_ansi(line), soft_wrap=True)
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        # A terminal in ASCII or cp1252 cannot show every character, and must not cost the line
         print(line.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
 
 
@@ -122,7 +127,7 @@ def share_with_bar(console: Console) -> Iterator[None]:
 def show_findings(*, level: int = logging.WARNING) -> FindingsHandler | None:
     """Add a handler to the logger `steadygrad`, once; return None if logging is already set up."""
     logger = logging.getLogger("steadygrad")
-    if logger.hasHandlers():
+    if logger.hasHandlers():  # asks the root logger too: a program's own setup wins
         return None
     handler = FindingsHandler(level=level)
     logger.addHandler(handler)

@@ -58,6 +58,7 @@ def watch_run(path: str | Path, *, once: bool = False, console: Console | None =
         console.print(draw_screen(run, console.width, 40, keys=""))
         return
     screen = Live(console=console, screen=True, auto_refresh=False)
+    # In this order: the screen is left first, then the terminal's mode is restored, and only then is Ctrl-C swallowed
     with contextlib.suppress(KeyboardInterrupt), _read_keys() as pressed, screen as live:
         key = ""
         while key not in ("q", "\x03", "\x04"):
@@ -117,6 +118,7 @@ def _open_console() -> Console:
     from rich.console import Console
 
     sizes = ("COLUMNS", "LINES") if sys.stdout.isatty() else ()
+    # `_environ` is a private parameter of rich's Console
     return Console(_environ={name: value for name, value in os.environ.items() if name not in sizes})
 
 
@@ -229,12 +231,13 @@ def _read_keys() -> Iterator[Callable[[float], str]]:
     except (ImportError, OSError, ValueError):  # no POSIX terminal: only Ctrl-C works
         yield _wait
         return
-    tty.setcbreak(number)
+    tty.setcbreak(number)  # cbreak, not raw: Ctrl-C still sends its signal
     try:
         yield (
             lambda seconds: os.read(number, 1).decode("latin-1") if select.select([number], [], [], seconds)[0] else ""
         )
     finally:
+        # Without it the user's shell is left without echo
         termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 

@@ -61,6 +61,7 @@ def open_datasets(config: CodConfig) -> tuple[Dataset[Sample], Dataset[Sample], 
     """Return training and evaluation data, and the folder's splits; no splits for generated pictures."""
     if config.dataset_path is None:
         train = MadeDataset(config.num_made, config.image_size, config.seed)
+        # Another seed, or the evaluation pictures would be among those trained on
         return train, MadeDataset(max(2, config.num_made // 4), config.image_size, config.seed + 1_000_003), {}
     splits = {}
     for name in ("train", "test"):
@@ -112,6 +113,7 @@ def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
     pillow = import_pillow("reading pictures")
     try:
         with pillow.open(path) as picture:
+            # Nearest for masks: a blend of 0 and 1 would be neither
             way = pillow.Resampling.BILINEAR if smooth else pillow.Resampling.NEAREST
             scaled = picture.convert(mode).resize((size, size), way)
     except (OSError, ValueError, SyntaxError) as error:

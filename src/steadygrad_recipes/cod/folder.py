@@ -53,6 +53,7 @@ def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> 
     images, masks, every = _find_folders(root, name)
     found, twice = _list_files(images)
     if every:  # one folder for both: every tenth image is for the test
+        # By the sorted names, so that both splits are cut alike in every process
         chosen = {stem for number, stem in enumerate(sorted(found)) if (number % every == 0) == (name == "test")}
         others = set(found) - chosen
         found = {stem: file for stem, file in found.items() if stem in chosen}

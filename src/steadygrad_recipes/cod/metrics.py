@@ -66,7 +66,7 @@ def _compare_objects(p: Tensor, y: Tensor, share: float) -> float:
 def _likeness(values: Tensor) -> float:
     """Return a score that is high when the values are near 1 and near each other."""
     mean = float(values.mean())
-    spread = float(values.std()) if values.numel() > 1 else 0.0
+    spread = float(values.std()) if values.numel() > 1 else 0.0  # the std of one value is NaN
     return 2 * mean / (mean * mean + 1 + spread + EPS)
 
 
@@ -91,6 +91,7 @@ def _compare_quarter(p: Tensor, y: Tensor) -> float:
     together = float(((p - mean_p) * (y - mean_y)).sum()) / freedom
     top = 4 * mean_p * mean_y * together
     bottom = (mean_p**2 + mean_y**2) * (var_p + var_y)
+    # Otherwise perhaps 0 / 0, which is decided below
     if top != 0.0:
         return top / (bottom + EPS)
     return 1.0 if bottom == 0.0 else 0.0
@@ -120,7 +121,7 @@ def find_nearest(y: Tensor) -> tuple[Tensor, Tensor]:
     """Return each pixel's distance to the nearest pixel of the object, and that one's flat index; both [H, W]."""
     height, width = y.shape
     rows, columns = torch.arange(height), torch.arange(width)
-    far = float((height + width) ** 2)
+    far = float((height + width) ** 2)  # more than any squared distance in the image
     gaps = (rows[:, None] - rows[None, :]).square().double()  # [H, H]
     best = torch.empty(height, width, dtype=torch.float64)
     row = torch.empty(height, width, dtype=torch.long)

@@ -143,6 +143,7 @@ class CamouflageNet(nn.Module):
             )
         self.decoder = Decoder(channels, width)
         self.head = nn.ModuleList([nn.Conv2d(width, 1, 1) for _ in channels])
+        # Set before the first train(): that decides by it whether batch norms may update
         self.keep_statistics = weights is not None
         if weights is not None:
             load_backbone(self.backbone, weights)
@@ -162,6 +163,7 @@ class CamouflageNet(nn.Module):
         if self.keep_statistics:
             for module in self.backbone.modules():
                 if isinstance(module, nn.BatchNorm2d):
+                    # After super().train(), which has set it to training
                     module.eval()
         return self
 
@@ -213,7 +215,7 @@ def load_backbone(backbone: nn.Module, path: str | Path) -> None:
 
     The file may contain more, such as a classifier, but must cover the whole backbone.
     """
-    report = load_checkpoint(path, backbone, strict=False)
+    report = load_checkpoint(path, backbone, strict=False)  # not strict: the file may hold a classifier
     lacking = [*report.missing, *report.misshaped]
     if lacking:
         shown = ", ".join(lacking[:3])

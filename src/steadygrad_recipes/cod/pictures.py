@@ -70,6 +70,6 @@ def _replace(path: Path, data: bytes) -> None:
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         aside.write_bytes(data)
-        aside.replace(path)
+        aside.replace(path)  # atomic: a report may be reading
     finally:
         aside.unlink(missing_ok=True)

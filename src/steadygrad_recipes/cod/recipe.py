@@ -58,6 +58,7 @@ def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any)
     files = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise UsageError(f"there is no picture at {path}. Give an image, or a folder that holds {', '.join(SUFFIXES)}.")
+    # The run's weights replace all of it; the backbone's own file need not be here any more
     model = build_network(dataclasses.replace(config, backbone_weights=None))
     load_trained(run_dir, model)
     device, _ = choose_place(config)

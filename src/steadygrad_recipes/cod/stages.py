@@ -48,6 +48,7 @@ def make_stages(config: CodConfig, *, fused: bool, make_scaler: MakeScaler | Non
 def freeze_backbone(model: nn.Module) -> None:
     """Stage 1: freeze the backbone, if the network has one under that name."""
     for parameter in list_backbone(model):
+        # Weights only: batch norms of a backbone without loaded weights still update their statistics
         parameter.requires_grad_(False)
 
 
@@ -65,7 +66,7 @@ def free_backbone(model: nn.Module) -> None:
 def make_optimizer(model: nn.Module, config: CodConfig, *, stage: int, fused: bool) -> torch.optim.Optimizer:
     """Return AdamW: decoder and head in its first group, in stage 2 the backbone in its second."""
     backbone = list_backbone(model)
-    known = {id(parameter) for parameter in backbone}
+    known = {id(parameter) for parameter in backbone}  # by id: comparing tensors compares elements
     main = [parameter for parameter in model.parameters() if id(parameter) not in known]
     groups: list[dict[str, Any]] = [{"params": main, "lr": config.lr if stage == 1 else config.stage2_lr}]
     if stage == 2 and backbone:

@@ -81,6 +81,7 @@ class CodTrainer(Trainer):
         """Return the structure loss of the finest output plus the weighted mean of the coarser ones'."""
         if self._epoch_began is None:
             self._epoch_began = time.monotonic()
+        # Drawn inside what is replayed, which restores the generators: a replay flips the same images
         images, masks = mirror(batch["image"], batch["mask"]) if self.cod.mirror else (batch["image"], batch["mask"])
         outputs = take_outputs(self.model(images), masks.shape[-2:])
         fine, *coarse = (structure_loss(logits.float(), masks) for logits in outputs)
@@ -184,6 +185,7 @@ class CodTrainer(Trainer):
             answers = (take_outputs(self.model(image[None].to(self.device)), image.shape[-2:]) for image in images)
             found = torch.cat([answer[0].float().sigmoid() for answer in answers])
         names = [name for name, _ in self._shown]
+        # Below the forward: with shards it is a collective that every rank must enter
         if is_first():
             write_pictures(self.run_dir, images, masks, found, names=names, when=when)
 

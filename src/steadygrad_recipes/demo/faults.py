@@ -58,7 +58,7 @@ class Faults:
         self._set_rate(step)
         weights = torch.ones(len(tokens), device=tokens.device)
         if step == self._plan.empty_step:
-            tokens = tokens.clone()
+            tokens = tokens.clone()  # both runs read the same texts
             tokens[EMPTY_SAMPLE] = PADDING
         if step == self._plan.nan_step:
             weights[NAN_SAMPLE] = math.nan

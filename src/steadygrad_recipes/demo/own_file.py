@@ -19,6 +19,7 @@ def put_into(folder: Path) -> ModuleType:
     """Write model.py into `folder`, and import it."""
     path = folder.resolve() / NAME
     path.write_text(files("steadygrad_recipes.demo").joinpath(NAME).read_text(encoding="utf-8"), encoding="utf-8")
+    # Not put into sys.modules: two demos in one process have a model each
     spec = importlib.util.spec_from_file_location("steadygrad_demo_model", path)
     assert spec is not None
     assert spec.loader is not None

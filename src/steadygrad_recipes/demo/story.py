@@ -220,6 +220,7 @@ class _Demo:
 
     def _start(self, name: str) -> tuple[TextModel, torch.optim.Optimizer]:
         self._listener.begin(name, self._settings.num_steps)
+        # Before the optimizer is built: both runs start from these weights and change their own
         model = copy.deepcopy(self._model)
         return model, torch.optim.AdamW(model.parameters(), lr=self._settings.learning_rate, fused=True)
 
@@ -253,7 +254,7 @@ class _Watch:
         self._first_bad_weight: int | None = None
 
     def look(self, step: int, loss: Tensor) -> None:
-        value = loss.item()
+        value = loss.item()  # waits for the device at each step, which a real training should not
         self._losses.append(value)
         self._listener.step(self._name, step, value)
         if self._first_bad_loss is None and not math.isfinite(value):

@@ -67,7 +67,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         for start in range(0, len(self), BLOCK):
             end = min(start + BLOCK, len(self))
             if isinstance(self.latents, MappedRows):
-                yield torch.stack([self.latents[row] for row in range(start, end)])
+                yield torch.stack([self.latents[row] for row in range(start, end)])  # reads only these rows
             else:
                 yield self.latents[start:end]
 
@@ -187,7 +187,7 @@ def _read_arrays(path: Path, config: DataConfig, tokenizer: Any) -> dict[str, Te
     try:
         if path.suffix == ".npz":
             numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
-            with numpy.load(path, allow_pickle=False) as arrays:
+            with numpy.load(path, allow_pickle=False) as arrays:  # a pickle would run code
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         from safetensors.torch import load_file
 
@@ -206,7 +206,7 @@ def _read_vocab(path: Path) -> tuple[str, ...] | None:
     except ValueError as error:
         raise UsageError(f'{path} is not JSON: {error}. Write a list of words by id: ["the", "a"].') from None
     if isinstance(words, dict):  # a tokenizer's vocab.json: word -> id
-        words = sorted(words, key=words.__getitem__)
+        words = sorted(words, key=words.__getitem__)  # by id; gaps between ids would shift the words behind them
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise UsageError(f'{path} holds no list of words. Write one, by id: ["the", "a"].')
     return tuple(words)
@@ -292,6 +292,7 @@ def measure_rows(rows: Rows) -> dict[str, Tensor]:
         return torch.stack([measure(block.double().flatten(0, 1)).sum(0) for block in blocks]).sum(0) / num
 
     mean = average(lambda flat: flat)
+    # A second pass over the data: the mean of squares less the squared mean cancels where the mean is large
     std = average(lambda flat: (flat - mean).square()).sqrt()
     std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, torch.ones_like(std))
     found = {

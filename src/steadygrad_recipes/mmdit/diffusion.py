@@ -50,6 +50,7 @@ def hide(
     """Hide a batch; `latents` are on the sphere (`to_sphere`)."""
     text_time = draw_times(len(words), words.device, generator)
     latent_time = draw_times(len(words), words.device, generator) if independent_times else text_time
+    # Drawn for padding too, so that the numbers drawn do not depend on the texts
     chance = torch.rand(words.shape, device=words.device, generator=generator)
     is_hidden = (chance < text_time.unsqueeze(1)) & real
     noise = draw_noise(latents, generator)
@@ -101,5 +102,6 @@ def find_clean(noisy: Tensor, answer: Tensor, time: Tensor, prediction: str) -> 
 
 def go_back(noisy: Tensor, clean: Tensor, time: float, earlier: float) -> Tensor:
     """Return the point at the `earlier` time on the chord that ends at `clean` and passes through `noisy`."""
+    # Projected, not divided by the time, which goes to 0
     noise = onto_sphere(noisy - (1 - time) * clean)
     return (1 - earlier) * clean + earlier * noise

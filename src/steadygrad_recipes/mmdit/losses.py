@@ -7,11 +7,11 @@ needed. NaN is not hidden: the Guard must see it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from steadygrad.losses import Loss, masked_cross_entropy, normalized_mse
+from steadygrad.losses.precision import hold
 from steadygrad_recipes.mmdit.config import LossConfig
 from steadygrad_recipes.mmdit.diffusion import Hidden
 
@@ -40,4 +40,4 @@ class JointLoss:
             loss = normalized_mse(prediction, target)
         else:
             loss = F.mse_loss(prediction.float(), target)
-        return torch.clamp(loss, max=self.config.ceiling)
+        return hold(loss, self.config.ceiling)

@@ -66,7 +66,7 @@ def evaluate(model: MMDiT, batches: Iterable[Batch], config: MMDiTConfig) -> dic
         terms = criterion(logits, prediction, hidden)
         hit = (logits.argmax(-1) == hidden.words) & hidden.is_hidden
         cosine = F.cosine_similarity(prediction.float(), hidden.target, dim=-1).mean()
-        words, rows = int(hidden.is_hidden.sum()), len(hidden.words)
+        words, rows = int(hidden.is_hidden.sum()), len(hidden.words)  # waits for the device once a batch
         sums += torch.stack([
             terms["text_loss"].double() * words, hit.sum().double(),
             terms["latent_loss"].double() * rows, cosine.double() * rows,
@@ -86,6 +86,7 @@ def evaluate(model: MMDiT, batches: Iterable[Batch], config: MMDiTConfig) -> dic
 
 def _hide_all(model: MMDiT, batches: Iterable[Batch], config: MMDiTConfig) -> Iterator[Hidden]:
     device = model.latent_mean.device
+    # A CUDA generator draws other numbers than the CPU's: validations compare on one kind of device
     generator = torch.Generator(device=device).manual_seed(SEED)
     for batch in batches:
         yield hide_batch(model, {name: tensor.to(device) for name, tensor in batch.items()}, config, generator)
@@ -101,6 +102,7 @@ def measure_baseline(model: MMDiT, train: Rows, batches: Iterable[Batch], config
     text, num_words, latent, num_rows = 0.0, 0, 0.0, 0
     counts = torch.zeros(train.tokens.shape[1], model.shapes.vocab_size, dtype=torch.float64)
     ones = train.mask.double()
+    # Padding holds token 0, and adds 0 to it
     counts.scatter_add_(1, train.tokens.long().T, ones.T)
     logs = ((counts + 1) / (counts + 1).sum(1, keepdim=True)).log()  # [L, V]
     for hidden in _hide_all(model, batches, config):

@@ -76,6 +76,7 @@ class MMDiT(nn.Module):
         text = self.words(tokens) + self.word_places[: tokens.shape[1]]  # [B, L, W]
         image = self.latent_input(latents) + self.latent_places  # [B, T, W]
         condition = F.silu(self.text_time(text_time) + self.latent_time(latent_time))  # [B, W]
+        # Latents are always seen, so no row of the attention is masked entirely, which would be NaN
         seen = torch.cat([real, real.new_ones(latents.shape[:2])], dim=1)[:, None, None]  # [B, 1, 1, L + T]
         for block in self.blocks:
             text, image = block(text, image, condition, seen)
@@ -165,13 +166,14 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, time: Tensor) -> Tensor:
         """[B] -> [B, W]."""
+        # In fp32: bf16 has 8 bits, too few to tell angles of several hundred apart
         angles = time.float().unsqueeze(-1) * self.frequencies
         return self.layers(torch.cat([angles.cos(), angles.sin()], dim=-1))  # type: ignore[no-any-return]
 
 
 def normalize_and_shift(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """LayerNorm without weights of its own, then shifted and scaled by the condition."""
-    return F.layer_norm(x.float(), x.shape[-1:]) * (1 + scale) + shift
+    return F.layer_norm(x.float(), x.shape[-1:]) * (1 + scale) + shift  # in fp32 also under autocast
 
 
 def normalize_heads(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -181,6 +183,7 @@ def normalize_heads(x: Tensor, scale: Tensor | None) -> Tensor:
 
 def group_parameters(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Return AdamW's groups: matrices with decay; biases, scales, positions and embeddings without."""
+    # Matrices too, which would otherwise get weight decay
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     free = {name for name, _ in model.named_parameters() if name.endswith("_places")}
     decayed: list[nn.Parameter] = []

@@ -71,6 +71,7 @@ def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | Non
     description = Description.of(config, corpus)
     earlier = None
     if resume is not None:
+        # Before `description.write` below replaces it
         earlier = share_from_first(lambda: Description.read(run_dir) if (run_dir / NAME).is_file() else None)
     if earlier is not None and earlier.asked_lr == config.optimizer.lr:
         config, description = _set_rate(config, earlier.lr), dataclasses.replace(description, lr=earlier.lr)
@@ -110,11 +111,13 @@ def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Output) -> MMDiTTrai
         return None
     rate = config.optimizer.lr * config.training.recovery_lr_factor
     trainer = make_trainer(_set_rate(config, rate), corpus, run_dir, console)
+    # The baseline depends on the data, not on weights
     trainer.guess = halted.guess
     step = trainer.resume()
     if step is None:
         return None
     if is_first():
+        # Written before the training goes on: a resume after a kill must find the lower rate
         dataclasses.replace(Description.read(run_dir), lr=rate).write(run_dir)
     console.say(f"Recovering from the last good checkpoint, at step {step}, with lr {rate:.3g}", "yellow")
     return trainer
@@ -172,6 +175,7 @@ def make_loaders(config: MMDiTConfig, corpus: Corpus) -> tuple[Loader, Loader]:
     """Return batches for training, in random order, and for validation."""
     size = config.training.train_batch_size
     pinned = choose_device(config.training.device).type == "cuda"
+    # Not dropped if it is the only batch
     train_loader = DataLoader(corpus.train, size, shuffle=True, drop_last=len(corpus.train) >= size, pin_memory=pinned)
     return train_loader, DataLoader(corpus.val, VAL_BATCH)
 
@@ -296,7 +300,7 @@ class Description:
         run_dir.mkdir(parents=True, exist_ok=True)
         aside = run_dir / f"{NAME}.tmp"
         aside.write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
-        aside.replace(run_dir / NAME)
+        aside.replace(run_dir / NAME)  # atomic: a kill leaves the old file or the new one
 
     def make_model(self) -> MMDiT:
         """Build an untrained model of this shape."""

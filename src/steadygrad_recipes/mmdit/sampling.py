@@ -38,7 +38,7 @@ def draw_samples(
         tokens = _reveal(model, tokens, logits, earlier / time, sampling.temperature, generator)
         if latents is None:
             clean = find_clean(state, answer, latent_time, diffusion.prediction)
-            state = go_back(state, clean, time, earlier)
+            state = go_back(state, clean, time, earlier)  # [N, T, D]
     return Rows(torch.where(real, tokens, 0).cpu(), real.cpu(), take_from_sphere(model, state).cpu())
 
 
@@ -73,6 +73,7 @@ def _reveal(
     """Draw a word for each hidden position, and reveal each with probability 1 - keep."""
     chances = (logits.float() / temperature).softmax(-1)
     words = torch.multinomial(chances.flatten(0, 1), 1, generator=generator).view_as(tokens)
+    # At the last step keep is 0, and rand is never below it: no word stays hidden
     shown = torch.rand(tokens.shape, device=tokens.device, generator=generator) >= keep
     return torch.where((tokens == model.mask_token) & shown, words, tokens)
 

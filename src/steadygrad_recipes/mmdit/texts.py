@@ -24,6 +24,7 @@ def map_array(path: Path) -> Tensor:
     """Return a .npy file as a tensor that is read from the disk when it is used; pickled objects are refused."""
     numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
     try:
+        # "c", copy on write: torch wants a writable array, and no write may reach the user's file
         return torch.from_numpy(numpy.load(path, mmap_mode="c", allow_pickle=False))
     except (ValueError, OSError, TypeError, EOFError) as error:
         reason = str(error).partition(". ")[0]  # after that numpy advises to run the file's code
@@ -109,6 +110,7 @@ def list_words(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _list_lines(path: Path) -> list[tuple[int, bytes]]:
+    # As bytes: text would also be split at U+2028, which JSON allows inside a string
     return [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
 
 

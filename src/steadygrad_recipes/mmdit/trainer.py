@@ -53,6 +53,7 @@ class MMDiTTrainer(Trainer):
         super().__init__(model, settings, run_dir=run_dir, guard_config=guard_config, tell=tell)
         if not self.is_protected:
             old = functools.partial(step_as_before, settings=config.optimizer, tell=self._warn_old)
+            # On this optimizer only: it is built once, since there is one stage
             self.optimizer.register_step_pre_hook(old)  # type: ignore[union-attr]
 
     def hide(self, batch: Batch) -> Hidden:
@@ -63,6 +64,7 @@ class MMDiTTrainer(Trainer):
         """With several ranks, hide the batch, and add this rank's share of all hidden words: words count alike."""
         if count_ranks() == 1:
             return batch
+        # Here and not in `compute_loss`: the sum below is a collective, and a replay on one rank would wait
         hidden = self.hide(batch)
         num = hidden.is_hidden.sum()
         return hidden, num * count_ranks() / sum_over_ranks(num).clamp_min(1)

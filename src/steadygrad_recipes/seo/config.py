@@ -52,6 +52,7 @@ class UltraOptimizedConfig(TrainerConfig):
             object.__setattr__(self, "precision", "fp32")
         super().__post_init__()
         for name in ("batch_size", "num_synthetic", "hidden", "num_layers", "text_dim", "num_buckets", "max_words"):
-            require_whole(self, name, least=1, hint=f"The default is {getattr(type(self), name)}.")
+            least = 2 if name == "num_buckets" else 1  # the first one is for padding
+            require_whole(self, name, least=least, hint=f"The default is {getattr(type(self), name)}.")
         require(0.0 < self.val_share < 1.0, self, "val_share", "be between 0 and 1", "Use 0.2.")
         require(0.0 <= self.dropout < 1.0, self, "dropout", "be at least 0 and below 1", "Use 0.1.")

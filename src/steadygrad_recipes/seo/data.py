@@ -81,6 +81,7 @@ def split_data(rows: list[Row], left_out: list[str], config: UltraOptimizedConfi
     """Build the tensors of all rows, and split off validation pages at random, the same for the same seed."""
     if len(rows) < 5:
         raise UsageError(f"there are {len(rows)} pages with scores, too few to train and validate on. Give at least 5.")
+    # The order of columns is the order of weights: it is saved with the run and must not depend on a set's order
     names = Names(list_features(rows), tuple(dict.fromkeys(name for row in rows for name in row.scores)))
     tensors = encode_rows(rows, names, config)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -106,5 +107,6 @@ def _squash(value: float) -> float:
 def encode_text(text: str, config: UltraOptimizedConfig) -> list[int]:
     """Return the numbers of the first words, padded with 0; a word's number is the same in every process."""
     words = split_words(text)[: config.max_words]
+    # Not hash(), which differs from process to process; number 0 is padding
     numbers = [1 + zlib.crc32(word.encode()) % (config.num_buckets - 1) for word in words]
     return numbers + [0] * (config.max_words - len(numbers))

@@ -66,8 +66,9 @@ def parse_page(html: str) -> Page:
     """Parse one page."""
     soup = _open(html)
     numbers = {**_describe_head(soup), **_describe_links(soup), **_describe_media(soup)}
-    numbers["html_kilobytes"] = len(html.encode("utf-8", "replace")) / 1024.0
+    numbers["html_kilobytes"] = len(html.encode("utf-8", "replace")) / 1024.0  # lone surrogates cannot be encoded
     title, description = _text_of(soup.title), _find_meta(soup, "description")
+    # After scripts and structured data are counted: this removes them from the tree
     for hidden in soup.find_all(HIDDEN):
         hidden.decompose()
     body = _text_of(soup.body or soup)

@@ -63,9 +63,10 @@ class UltraOptimizedSEOMetricsModule(nn.Module):
         """Set the means and spreads from the training pages and the scores that were given."""
         mean = features.mean(0)
         self.feature_mean.copy_(mean)
+        # A feature that is the same on all pages would divide by 0
         self.feature_std.copy_((features - mean).square().mean(0).sqrt().clamp_min(1e-3))
         num = given.sum(0).clamp_min(1)
-        mean = torch.where(given, scores, 0.0).sum(0) / num
+        mean = torch.where(given, scores, 0.0).sum(0) / num  # [M]; a missing score is 0 in `scores`
         self.score_mean.copy_(mean)
         self.score_std.copy_((torch.where(given, scores - mean, 0.0).square().sum(0) / num).sqrt().clamp_min(1e-3))
 
@@ -82,7 +83,7 @@ class UltraOptimizedSEOMetricsModule(nn.Module):
 
     def predict(self, features: Tensor, words: Tensor | None = None) -> Tensor:
         """Return scores in their own units."""
-        scores: Tensor = self(features, words).float() * self.score_std + self.score_mean
+        scores: Tensor = self(features, words).float() * self.score_std + self.score_mean  # [B, M]
         return scores
 
     def _pool(self, features: Tensor, words: Tensor | None) -> Tensor:
@@ -90,6 +91,7 @@ class UltraOptimizedSEOMetricsModule(nn.Module):
         if words is None:
             return features.new_zeros(len(features), self.words.embedding_dim)
         num = (words != 0).sum(1, keepdim=True).clamp_min(1)
+        # `padding_idx` keeps row 0 at zero, so the sum holds words only
         mean: Tensor = self.words(words).sum(1) / num
         return mean
 

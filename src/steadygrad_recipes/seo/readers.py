@@ -143,6 +143,7 @@ def _read_lines(table: Path) -> Iterator[tuple[str, Any]]:
 
 def _read_csv(table: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(1 << 27)  # one cell may contain a whole page
+    # Excel begins a CSV with a byte order mark, which would become part of the first column's name
     with table.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.DictReader(file)
         for row in reader:
@@ -192,6 +193,7 @@ def _find_html(line: Mapping[str, Any], folder: Path) -> str | None:
         return str(line["html"])
     if not line.get("file"):
         return None
+    # Resolved before the test, so that neither `..` nor a link leads out of the folder
     page = (folder / str(line["file"])).resolve()
     if not page.is_relative_to(folder.resolve()):
         raise BadRow(f"file {line['file']} lies outside of {folder}")

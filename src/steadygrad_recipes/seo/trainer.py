@@ -64,6 +64,7 @@ class UltraOptimizedSEOTrainer(Trainer):
         if count_ranks() == 1:
             return batch
         features, words, scores, given, _ = _split_batch(batch)
+        # A collective, so not in `compute_loss`: a replay on one rank would wait for the others
         return features, words, scores, given, sum_over_ranks(given.sum(0)).clamp_min(1) / count_ranks()
 
     def compute_loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -80,7 +81,7 @@ class UltraOptimizedSEOTrainer(Trainer):
             predicted.append(self.model(features, words).float())
             wanted.append(scores)
             known.append(given)
-        made, scores, given = torch.cat(predicted), torch.cat(wanted), torch.cat(known)
+        made, scores, given = torch.cat(predicted), torch.cat(wanted), torch.cat(known)  # each [N, M]
         loss = float(score_losses(made, self.model.standardise(scores), given).mean())
         errors = measure_errors(made * self.model.score_std + self.model.score_mean, scores, given, self.model.metrics)
         return {"loss": loss, "r2": errors.pop("r2"), **errors}
@@ -267,6 +268,6 @@ def measure_errors(predicted: Tensor, wanted: Tensor, given: Tensor, metrics: Se
     errors = torch.where(given, predicted - wanted, 0.0)
     mean = torch.where(given, wanted, 0.0).sum(0) / num
     spread = torch.where(given, wanted - mean, 0.0).square().sum(0)
-    share = errors.square().sum(0) / spread.clamp_min(1e-12)
+    share = errors.square().sum(0) / spread.clamp_min(1e-12)  # equal scores have no spread
     errors_by_name = {f"mae_{name}": float(value) for name, value in zip(metrics, errors.abs().sum(0) / num)}
     return {**errors_by_name, "r2": float(1.0 - share.mean())}

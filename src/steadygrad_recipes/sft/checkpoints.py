@@ -40,21 +40,23 @@ def write_seal(folder: Path) -> None:
     files = {}
     for path in _list_files(folder):
         with path.open("rb") as file:
+            # Before the seal, which says that all of it is on disk
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = [path.stat().st_size, _checksum(path)]
-    replace_file(folder / SEAL, json.dumps(files).encode())
+    replace_file(folder / SEAL, json.dumps(files).encode())  # last: without it the folder counts as unfinished
     sync_folder(folder)
 
 
 def find_damage(folder: Path) -> str | None:
     """Return why the checkpoint cannot be used; None when it can."""
     try:
-        files = json.loads((folder / SEAL).read_bytes())
+        content = json.loads((folder / SEAL).read_bytes())
+        files = [(name, size, checksum) for name, (size, checksum) in content.items()]
     except FileNotFoundError:
         return "it was never finished"
-    except ValueError:
+    except (ValueError, TypeError, AttributeError):  # not JSON, or not what `write_seal` writes
         return f"its {SEAL} is damaged"
-    for name, (size, checksum) in files.items():
+    for name, size, checksum in files:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"

@@ -62,6 +62,7 @@ class NormKeeper(Sink):
         if not norms:
             return f"no step was applied, {num_skipped} skipped"
         skipped = f", {num_skipped} skipped" if num_skipped else ""
+        # NaN counts as the largest: plain max() depends on where it stands
         average, largest = sum(norms) / len(norms), max(norms, key=lambda norm: (math.isnan(norm), norm))
         return f"gradient norm {spell_number(average)} on average, {spell_number(largest)} at most{skipped}"
 

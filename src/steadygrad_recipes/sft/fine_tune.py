@@ -71,6 +71,7 @@ class SftTrainer(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._group_by_length = group_by_length
 
+    # A private method of transformers' Trainer; older versions pass no dataset
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         rows = self.train_dataset if train_dataset is None else train_dataset
         lengths = [len(row["input_ids"]) for row in rows]
@@ -164,6 +165,7 @@ def _train(
 ) -> Trained:
     _transformers.set_seed(config.seed)
     with first_rank_first():
+        # Rank 0 first: it may build the model, and the others read what it wrote
         base, tokenizer = open_model(config, run_dir, examples.training)
     model = add_lora(base, config)
     training = encode_all(tokenizer, examples.training, config.max_length, config.long_prompts)
@@ -216,6 +218,7 @@ def build_trainer(
         eval_dataset=held_out or None,
         data_collator=Padder(tokenizer.pad_token_id),
         processing_class=tokenizer,
+        # LearningJudge before the guard, which closes when the training ends; the seal after all that write files
         callbacks=[*guards, voice, MetricsFile(run_dir), EpochEvents(), SealCheckpoints()],
         group_by_length=config.group_by_length,
     )
@@ -310,6 +313,7 @@ def score_together(
 ) -> tuple[Scores, Scores]:
     """Return the scores of the model and of the trivial baseline; rank 0 answers, unless every rank has only a part."""
     if config.strategy == "fsdp":
+        # All ranks generate together: each forward gathers the shards of all
         return _score(config, model, tokenizer, examples, checker)
     return share_from_first(lambda: _score(config, model, tokenizer, examples, checker))
 
@@ -325,7 +329,7 @@ def _score(
 
 def save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write one ordinary model, for programs that know nothing of LoRA."""
-    merged = model.merge_and_unload()
+    merged = model.merge_and_unload()  # changes the model in place, so it comes after the scores
     if is_first():
         merged.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -20,6 +20,8 @@ PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 """ShareGPT's names of the speakers -> those of chat templates."""
 KNOWN = "`prompt` and `completion`, `messages`, `instruction` and `output`, `question` and `answer`, or `text`"
+CHATS = (("messages", "role", "content"), ("conversations", "from", "value"))
+"""Names of a chat, and of the author and the text of a message in it."""
 ENDINGS = ".jsonl, .json, .csv, .tsv, .txt or .parquet, or a folder saved by datasets"
 
 Place = str
@@ -60,16 +62,17 @@ def _read_json(path: Path) -> Iterator[Placed]:
         raise ConfigError(f"{path} is not JSON in UTF-8: {error}. Give a list of rows, or JSON lines.") from None
     rows = content if isinstance(content, list) else None
     if isinstance(content, dict):
-        rows = next((value for value in content.values() if isinstance(value, list)), [content])
+        lists = (value for value in content.values() if isinstance(value, list))
+        rows = next((value for value in lists if not _is_chat(value)), [content])
     if rows is None:
         raise ConfigError(f"{path} holds {type(content).__name__}, not a list of rows. Give a list of objects.")
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _read_csv(path: Path) -> Iterator[Placed]:
-    csv.field_size_limit(1 << 27)
+    csv.field_size_limit(1 << 27)  # process-wide; the default of 128 KiB is too small for long answers
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins a file with a byte order mark
         reader = csv.DictReader(file, delimiter=delimiter)
         try:
             for row in reader:
@@ -79,6 +82,7 @@ def _read_csv(path: Path) -> Iterator[Placed]:
 
 
 def _read_text(path: Path) -> Iterator[Placed]:
+    # As bytes: text would also be split at U+2028 and the like
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
             try:
@@ -113,7 +117,7 @@ def _read_dataset(path: Path, *, hub: bool) -> Iterator[Placed]:
 
 def find_parts(row: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return prompt and completion of a row, whatever it calls them; an empty prompt means that all text is learned."""
-    for chat, author, said in (("messages", "role", "content"), ("conversations", "from", "value")):
+    for chat, author, said in CHATS:
         if chat in row:
             return _split_chat(row[chat], author, said)
     if "instruction" in row and "output" in row:
@@ -127,6 +131,12 @@ def find_parts(row: Mapping[str, Any]) -> tuple[Any, Any]:
     if "prompt" in row:
         raise ValueError(f"no `completion`; it has {', '.join(map(str, row))}")
     raise ValueError(f"no {KNOWN}; it has {', '.join(map(str, row)) or 'nothing'}")
+
+
+def _is_chat(value: list[Any]) -> bool:
+    """Whether these are messages of one row, not rows."""
+    named = (all(isinstance(one, Mapping) and {*names} <= one.keys() for one in value) for _, *names in CHATS)
+    return bool(value) and any(named)
 
 
 def _split_chat(value: Any, author: str, said: str) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from steadygrad.trainer.evaluating import in_eval_mode
 from steadygrad_recipes.loading import load_function
 from steadygrad_recipes.sft.data import Example
 from steadygrad_recipes.sft.rows import Row, encode_prompt, list_labels
@@ -52,7 +53,7 @@ def is_right(given: str | None, expected: str | None, tolerance: float = 0.05) -
         number, right = float(given), float(expected)
     except ValueError:
         return given.casefold() == expected.casefold()
-    return math.isfinite(number) and abs(number - right) <= tolerance * abs(right)
+    return math.isfinite(number) and abs(number - right) <= tolerance * abs(right)  # "inf" and "nan" are floats
 
 
 Checker = Callable[[str, str], Any] | None
@@ -119,19 +120,17 @@ def answer(
     model: Any, tokenizer: Any, examples: Sequence[Example], *, max_new_tokens: int, batch_size: int = 32
 ) -> list[str]:
     """Return the model's answer to each prompt. Prompts of equal length share a batch, so that nothing is padded."""
-    was_training = model.training
-    model.eval()
     prompts = [encode_prompt(tokenizer, example) for example in examples]
     by_length: dict[int, list[int]] = {}
     for index, ids in enumerate(prompts):
         by_length.setdefault(len(ids), []).append(index)
     texts = [""] * len(prompts)
-    for indices in by_length.values():
-        for start in range(0, len(indices), batch_size):
-            part = indices[start : start + batch_size]
-            for index, text in zip(part, _generate(model, tokenizer, [prompts[i] for i in part], max_new_tokens)):
-                texts[index] = text
-    model.train(was_training)
+    with in_eval_mode(model):
+        for indices in by_length.values():
+            for start in range(0, len(indices), batch_size):
+                part = indices[start : start + batch_size]
+                for index, text in zip(part, _generate(model, tokenizer, [prompts[i] for i in part], max_new_tokens)):
+                    texts[index] = text
     return texts
 
 
@@ -145,4 +144,5 @@ def _generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    # `generate` returns the prompt too
     return list(tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True))

@@ -63,6 +63,7 @@ def _quantize(config: SftConfig) -> dict[str, Any]:
     settings = _transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )
+    # The whole model on this rank's GPU: "auto" would spread it over all of them
     return {"quantization_config": settings, "device_map": {"": torch.cuda.current_device()}}
 
 
@@ -74,8 +75,9 @@ def load_folder(
     if not is_remote and not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"SftConfig.model: {folder} {what}. Give the folder of a model saved by save_pretrained.")
-    safely: dict[str, Any] = {"local_files_only": not is_remote, "trust_remote_code": False}
+    safely: dict[str, Any] = {"local_files_only": not is_remote, "trust_remote_code": False}  # no code of a model runs
     try:
+        # use_safetensors: a .bin file is a pickle
         model = _transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, **safely, **settings
         )
@@ -106,6 +108,7 @@ def add_lora(model: Any, config: SftConfig) -> Any:
     targets: Any = config.lora_targets
     if targets == ("all-linear",):
         targets = "all-linear" if config.model is not None else list(TINY_TARGETS)
+    # LoRA's matrices are drawn next: the same for the same seed, whatever was drawn while the model was opened
     torch.manual_seed(config.seed)
     try:
         return peft.get_peft_model(

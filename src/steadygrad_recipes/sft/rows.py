@@ -48,12 +48,13 @@ def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
             "text, or the folder of a chat model."
         )
     text = tokenizer.apply_chat_template(list(example.prompt), tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written them
 
 
 def encode(tokenizer: Any, example: Example, max_length: int, long_prompts: LongPrompts) -> tuple[Row, bool]:
     """Return the row, and whether it was cut."""
     prompt = encode_prompt(tokenizer, example)
+    # No second begin token; the end is learned, or an answer would never stop
     completion = [*tokenizer(example.completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     excess = len(prompt) + len(completion) - max_length
     if excess > 0 and long_prompts is LongPrompts.CUT_START:
@@ -114,6 +115,7 @@ class EpochSampler(Sampler[int]):
         return len(self._lengths)
 
     def __iter__(self) -> Iterator[int]:
+        # Far apart, so that epoch 1 of one seed is not epoch 0 of the next
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         order: list[int] = torch.randperm(len(self._lengths), generator=generator).tolist()
         if self._group_size is None:
@@ -125,4 +127,5 @@ class EpochSampler(Sampler[int]):
             groups += [part[i : i + size] for i in range(0, len(part), size)]
         full, rest = [g for g in groups if len(g) == size], [g for g in groups if len(g) < size]
         shuffled = [full[i] for i in torch.randperm(len(full), generator=generator).tolist()]
+        # Short groups last: elsewhere they would shift the borders of all batches behind them
         return iter([i for group in [*shuffled, *rest] for i in group])

@@ -8,12 +8,15 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+kept = []  # a group that ends while its own thread waits for the GIL is waited for without end (pytorch issue 38228)
+
 
 def train(args, **group):
     dist.init_process_group("gloo", **group)
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    kept.append(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(rank)
     for step in range(6):

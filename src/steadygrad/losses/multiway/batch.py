@@ -46,6 +46,7 @@ class Batch:
         """How many modalities a sample has: M, or [B, 1]."""
         if self.present is None:
             return self.num_modalities
+        # Samples with fewer than 2 are not counted in the loss; 2 keeps num * (num - 1) from being 0 for them
         return self.present.sum(1, keepdim=True).clamp(min=2).to(self.features[0].dtype)
 
     @property
@@ -66,6 +67,7 @@ class Batch:
         views = [self.own(view) for view in self.aligned]
         if self.similarity != "mip":
             return [views[:m] + views[m + 1 :] for m in range(len(views))]
+        # Prefix and suffix products: dividing the whole product by one vector fails where that is 0
         before, after = _multiply_up(views), _multiply_up(views[::-1])[::-1]
         return [before[m - 1 : m] * (m > 0) + after[m + 1 : m + 2] for m in range(len(views))]
 
@@ -82,10 +84,10 @@ def _multiply_up(views: Sequence[Tensor]) -> list[Tensor]:
 def score_positives(batch: Batch) -> Tensor:
     """Return the logit of each sample with itself [B], never rounded below fp32."""
     if batch.similarity == "distance":
-        return -batch.scale * (_measure_spread(batch) + EPS).sqrt()
+        return -batch.scale * (_measure_spread(batch) + EPS).sqrt()  # [B]
     views, middle = batch.aligned, count_left(batch.num_modalities)
     rows = build_rows(views[:middle], batch.scale, batch.similarity, num=batch.num_present, whole=batch.num_modalities)
-    columns = build_columns(views[middle:], batch.similarity)
+    columns = build_columns(views[middle:], batch.similarity)  # rows, columns: [B, K]
     return CURVES[batch.similarity].value((rows * columns).sum(-1))
 
 
@@ -95,8 +97,8 @@ def _measure_spread(batch: Batch) -> Tensor:
     Not as a difference of squares, which in fp32 is nothing but rounding where the vectors agree.
     """
     num = batch.num_present
-    center = torch.stack(batch.features).sum(0) / num
-    gaps = torch.stack(batch.features, 1) - center[:, None]
+    center = torch.stack(batch.features).sum(0) / num  # [B, D]; absent features are zero
+    gaps = torch.stack(batch.features, 1) - center[:, None]  # [B, M, D]
     if batch.present is not None:
         gaps = torch.where(batch.present[:, :, None], gaps, 0.0)
     return gaps.square().sum((1, 2)) / (num if isinstance(num, int) else num[:, 0])

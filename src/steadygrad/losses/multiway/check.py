@@ -76,7 +76,7 @@ def check_scale(logit_scale: Tensor | float) -> None:
                 f"logit_scale of multiway_contrastive has shape {tuple(logit_scale.shape)}. "
                 "Pass one number: a float or a tensor with one element."
             )
-    elif not logit_scale >= 0:
+    elif not logit_scale >= 0:  # NaN fails too
         raise ConfigError(
             f"logit_scale of multiway_contrastive must not be negative, got {logit_scale}. "
             "It multiplies the similarity: pass exp of a learnt logarithm, as MultiwayScale does."

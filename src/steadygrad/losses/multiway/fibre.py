@@ -32,6 +32,7 @@ def build_fibres(batch: Batch, modality: int) -> tuple[Tensor, Tensor]:
     num = batch.num_present
     num = num if isinstance(num, int) else batch.own(num)
     absent = None if batch.absent is None else batch.absent[modality]
+    # No row is masked, but P needs the two mask columns that Q has
     nobody = None if absent is None else torch.zeros_like(batch.own(absent))
     rows = build_rows(
         batch.others[modality], batch.scale, batch.similarity, num=num, whole=batch.num_modalities, absent=nobody
@@ -51,12 +52,14 @@ class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, offset: int, p: Tensor, q: Tensor) -> Tensor:
         precision = engine.precision
+        # Tensors on the device: the gains are never read by the host
         gains = find_gains(find_top(p), find_top(q)) if precision == "fp16" else NO_GAINS
         # An engine reads rows that lie one after another; the caller's features need not.
         p, q = round_half(p, precision, gains.p).contiguous(), round_half(q, precision, gains.q).contiguous()
         with use_precision(precision, p.device):
             parts = _cut_rows(engine, p, q, pull=False)
             out = torch.cat([engine.sum_rows(_make_panel(p, q, part, offset, gains)) for part in parts])
+        # p and q are saved as rounded: the backward pass must see the logits of the forward pass, bit for bit
         ctx.engine, ctx.offset, ctx.gains = engine, offset, gains
         ctx.save_for_backward(out, p, q)
         return out

@@ -76,6 +76,7 @@ def multiway_contrastive(
     positives = batch.own(naive.score_positives(batch) if engine is None else score_positives(batch))
     if negatives == "all":
         table = naive.sum_combinations(batch) if engine is None else sum_combinations(batch, engine)
+        # A collective; each process has summed its own rows of the first index against everything
         table = join_sums(table, group) if gather else table
         sums = [batch.own(table[m]) for m in chosen]
     elif negatives == "fibre":
@@ -86,7 +87,7 @@ def multiway_contrastive(
         tables = [build_permuted(batch, m, generator) for m in chosen]
         sums = [table.logsumexp(1) for table in tables]
     # log(exp(sum of negatives) + exp(positive)) - positive; softplus would cut at 20, which is 2e-9 off
-    excess = torch.stack(sums, 1) - positives[:, None]
+    excess = torch.stack(sums, 1) - positives[:, None]  # [n, anchors]
     losses = torch.logaddexp(excess, torch.zeros_like(excess))
     if label_smoothing:
         average = average_fibres if negatives == "fibre" else average_combinations
@@ -126,6 +127,7 @@ def _make_batch(
         scale = torch.full((), float(logit_scale), dtype=dtype, device=device)  # filled there: no copy to wait for
     wide = [feature.to(dtype) for feature in features]
     if present is not None:
+        # A select, not a product with the mask: what stands in an absent place may be NaN
         wide = [torch.where(here[:, None], f, 0.0) for f, here in zip(wide, present.unbind(1))]
     rank = 0
     if gather:
@@ -135,6 +137,7 @@ def _make_batch(
                 "Call torch.distributed.init_process_group first, or leave gather=False."
             )
         rank = dist.get_rank(group)
+        # One collective for all modalities, and one for `present`: all processes must pass it, or none
         wide = list(gather_rows(torch.stack(wide, 1), group).unbind(1))
         present = None if present is None else gather_rows(present.to(torch.uint8), group).bool()
     return Batch(tuple(wide), scale, similarity, present, slice(rank * size, (rank + 1) * size))
@@ -197,12 +200,14 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group, ctx.num = group, len(local)
         parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, local.contiguous(), group=group)
+        dist.all_gather(parts, local.contiguous(), group=group)  # every process, in the same order of calls
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        # A copy: all_reduce writes in place, and autograd may have given this gradient to another node too
         grad = grad.contiguous().clone()
+        # In backward: a process that skips its backward pass leaves the others waiting here
         dist.all_reduce(grad, group=ctx.group)
         start = dist.get_rank(ctx.group) * ctx.num
         return grad[start : start + ctx.num], None
@@ -232,7 +237,7 @@ def average_combinations(batch: Batch, modality: int, positives: Tensor) -> Tens
 def average_fibres(batch: Batch, modality: int, positives: Tensor) -> Tensor:
     """Return [n]: the mean over the vectors that may stand at `modality`; the positive is always one of them."""
     del positives
-    rows, columns = build_fibres(batch, modality)
+    rows, columns = build_fibres(batch, modality)  # [n, K], [B, K]
     if batch.present is None:
         return (rows * columns.mean(0)).sum(-1)
     here = batch.present[:, modality, None].to(columns.dtype)

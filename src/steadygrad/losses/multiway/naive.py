@@ -57,6 +57,7 @@ def sum_fibres(batch: Batch, modality: int) -> Tensor:
     """[n]: for each own sample, over which other vector stands at `modality`, the rest being the sample's own."""
     size = batch.num_samples
     own = torch.stack(batch.features, 1)[batch.span]  # [n, M, D]
+    # `repeat` copies; an expanded view could not be written to below
     views = own[:, None].repeat(1, size, 1, 1)  # [n, B, M, D]
     views[:, :, modality] = batch.features[modality]
     itself = torch.eye(size, dtype=torch.bool, device=views.device)[batch.span]

@@ -93,6 +93,7 @@ def find_top(numbers: Tensor, dim: int | None = None) -> Tensor:
 
 def find_gain(bound: Tensor) -> Tensor:
     """The power of two that puts `bound` (fp32) just below 2^15, half of what fp16 holds; 0 if it is not a number."""
+    # The exponent bits of an fp32 number: the power of two at or below it; for NaN and Inf they read as Inf
     power = bound.clamp(min=1e-30).view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     return 2.0**14 / power
 
@@ -107,14 +108,17 @@ def round_half(half: Tensor, precision: Precision, gain: Tensor | None = None) -
     """Return `half` (times `gain`) as the multiplication sees it; no gradient goes through."""
     half = half.detach()
     if gain is not None:
-        half = half * gain
+        half = half * gain  # exact: a power of two
     if precision == "fp16":
         return half.half()
     if precision == "bf16":
         return half.bfloat16()
     if precision == "tf32":
         bits = half.contiguous().view(torch.int32)
-        return (bits + 0x1000).bitwise_and_(~0x1FFF).view(torch.float32)
+        # Of fp32's 23 bits of mantissa TF32 keeps 10: add half of the last kept one, then clear the lower 13
+        rounded = (bits + 0x1000).bitwise_and_(~0x1FFF).view(torch.float32)
+        # The sum carries a NaN with all bits set, as CUDA makes it, over into the sign, and one with few of them to Inf
+        return torch.where(half.isnan(), half, rounded)
     return half
 
 
@@ -132,6 +136,7 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype in HALF and a.is_cuda and HAS_OUT_DTYPE:
         torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
     else:
+        # Widened first: a half-precision product would round before it is added
         into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
 
@@ -143,6 +148,7 @@ def use_precision(precision: Precision, device: torch.device) -> Iterator[None]:
     """
     wanted = _list_switches(precision) if device.type == "cuda" else {}
     before = {name: _read_switch(name) for name in wanted}
+    # Process-wide: matmuls of other threads see these until they are put back
     _set_switches(wanted)
     try:
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):

@@ -17,9 +17,10 @@ from steadygrad.losses.multiway.similarity import CURVES, MASKED, build_columns,
 def sum_sampled(batch: Batch, modality: int, num: int, generator: torch.Generator | None) -> Tensor:
     """Return [n]: log((N - 1) / K * sum of K random negatives), for each own sample."""
     others = [m for m in range(batch.num_modalities) if m != modality]
-    drawn = [_draw(batch, m, num, generator) for m in others]
+    drawn = [_draw(batch, m, num, generator) for m in others]  # each [K], shared by all own samples
     logits = _score(batch, modality, others, drawn)  # [n, K]
     own = torch.arange(batch.span.start, batch.span.stop, device=logits.device)
+    # [M - 1, n, K] -> [n, K]
     itself = torch.stack([index == own[:, None] for index in drawn]).all(0)  # drawn by accident
     num_negatives = (~itself).sum(1).clamp(min=1)
     weight = _log_negatives(batch, others) - num_negatives.to(logits.dtype).log()
@@ -44,6 +45,7 @@ def _score(batch: Batch, modality: int, others: list[int], drawn: list[Tensor]) 
     whole = batch.num_modalities
     rows = build_rows([batch.features[modality][batch.span]], batch.scale, batch.similarity, num=whole, whole=whole)
     columns = build_columns([batch.features[m][index] for m, index in zip(others, drawn)], batch.similarity)
+    # Autocast would round the logits to half precision
     with torch.autocast(rows.device.type, enabled=False):
         logits = CURVES[batch.similarity].value(rows @ columns.t())
     if batch.absent is None:
@@ -67,9 +69,10 @@ def _log_negatives(batch: Batch, others: list[int]) -> Tensor:
 
     From logarithms: N = B^(M-1) may be beyond fp32. Finite for N = 1, whose sum is empty anyway.
     """
-    size = torch.full((), float(batch.num_samples), dtype=torch.float64, device=batch.scale.device)
+    size = torch.full((), float(batch.num_samples), dtype=torch.float64, device=batch.scale.device)  # no wait
     counts = [size if batch.present is None else batch.present[:, m].sum().double() for m in others]
     total = torch.stack(counts).clamp(min=1).log().sum()
+    # log(N - 1) = log N + log(1 - 1/N); -700 stands for log 0 and stays finite in later sums
     others_only = total + torch.log1p(-torch.exp(-total)).clamp(min=-700.0)
     if batch.present is not None:
         others_only = torch.where(batch.present.all(1)[batch.span], others_only, total)

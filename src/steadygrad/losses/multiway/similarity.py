@@ -21,7 +21,7 @@ from torch import Tensor
 
 Similarity = Literal["mip", "norm", "cosine", "distance"]
 SIMILARITIES: tuple[Similarity, ...] = ("mip", "norm", "cosine", "distance")
-EPS = 1e-8
+EPS = 1e-8  # under the root: its slope is then at most 5000
 MASKED = -1e30  # stands for -inf: finite, so that no difference of two of them is NaN
 LEAST_ROOT = 5e-7  # roots below it are taken for it, so that no slope is beyond 1e6: a scale near 0, or rounding
 
@@ -109,6 +109,7 @@ def _append_mask(half: Tensor, absent: Tensor, similarity: Similarity, *, first:
     """
     huge = -MASKED if similarity == "distance" else MASKED
     out = torch.zeros_like(half[..., :1]).masked_fill(absent.unsqueeze(-1), huge)
+    # A multiple of each depth in `triton.DEFAULT_TILES`, so that the kernel loads without a mask
     fill = -(half.shape[-1] + 2) % 64 if half.is_cuda else 0
     one = torch.ones_like(out)
     return torch.cat([half, half.new_zeros(*half.shape[:-1], fill), *((out, one) if first else (one, out))], -1)

@@ -69,6 +69,7 @@ class _SumCombinations(torch.autograd.Function):
             plan = replace(plan, gains=_find_gains(scale, features, middle))
         row_sums = []
         with use_precision(precision, scale.device):
+            # [B^(M - middle), K]: the only half that is ever whole in memory
             q = _flatten(round_half(_build_q(plan, features[middle:]), precision, plan.gains.q))
             column_sums = torch.full((len(q),), MASKED, dtype=features[0].dtype, device=q.device)
             for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=False)):
@@ -78,8 +79,10 @@ class _SumCombinations(torch.autograd.Function):
                 rows, columns = plan.engine.sum_panel(Panel(_flatten(half), q, positives, plan.gains.unit))
                 row_sums.append(rows)
                 column_sums = torch.logaddexp(column_sums, columns)
+        # Neither inputs nor outputs, so they make no reference cycle; all others go through save_for_backward
         ctx.plan, ctx.sums = plan, (torch.cat(row_sums), column_sums)
         first, *others = _sum_axes(ctx.sums[0].view(-1, *[size] * (middle - 1)))
+        # Rows of other processes: `join_sums` adds them up, and MASKED adds nothing
         first = torch.nn.functional.pad(first, (plan.span.start, size - plan.span.stop), value=MASKED)
         out = torch.stack([first, *others, *_sum_axes(column_sums.view([size] * (len(features) - middle)))])
         ctx.save_for_backward(out, scale, *features)
@@ -107,12 +110,14 @@ class _SumCombinations(torch.autograd.Function):
                 stop = start + math.prod(r.stop - r.start for r in box)
                 side = Side(rows.peak[start:stop], rows.weight[start:stop])
                 for target, grad in zip(
+                    # `g[r]` is a view, so `+=` below adds into grads
                     [grads[0], *(g[r] for g, r in zip(grads[1:], box))],
                     _pull_box(plan, box, scale, features, q, side, columns, grad_q),
                 ):
                     target += grad
                 start = stop
             del q  # before its graph is built: that needs as much again
+            # Once, after all boxes, which share the gains
             grads[: 1 + middle] = [plan.gains.free_rows(grad) for grad in grads[: 1 + middle]]
             grads[1 + middle :] = [plan.gains.free_columns(grad) for grad in _pull_q(plan, features[middle:], grad_q)]
         return None, *(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[1:]))
@@ -130,6 +135,7 @@ def _pull_box(
 ) -> tuple[Tensor, ...]:
     """Return gradients of the scale and of the features inside the box, gains included; grad_q is added to."""
     leaves = [t.detach().requires_grad_() for t in (scale, *(f[r] for f, r in zip(features, box)))]
+    # A backward pass runs without grad mode; this small graph lives for one box only
     with torch.enable_grad():
         graph = _build_p(plan, box, leaves[0], leaves[1:], len(features))
     p = _flatten(round_half(graph, plan.engine.precision, plan.gains.p))
@@ -219,6 +225,7 @@ def _weigh_side(sums: Tensor, grads: Tensor, box: Box) -> Side:
     peaks = _spread([s[r] for s, r in zip(sums, box)])
     peak = peaks[0]
     for other in peaks[1:]:
+        # The least: a logit is below each of these sums, so neither exp(L - peak) nor exp(peak - own) exceeds 1
         peak = torch.minimum(peak, other)
     weight = torch.zeros_like(peak)
     for own, grad in zip(peaks, _spread([g[r] for g, r in zip(grads, box)])):

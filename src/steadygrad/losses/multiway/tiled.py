@@ -52,11 +52,12 @@ class TiledEngine:
             logits = self._score(panel, tile)
             # No logit is above its peak but by rounding: the clamp keeps that rounding from overflowing.
             weights = (logits - rows.peak[:, None]).clamp_(max=0).exp_().mul_(rows.weight[:, None])
+            # `logits` is read twice more: only differences from it are changed in place
             if columns is not None:
                 weights += (logits - columns.peak[tile]).clamp_(max=0).exp_().mul_(columns.weight[tile])
             if self._curve.slope is not None:
                 weights *= self._curve.slope(logits)
-            weights = weights.to(p.dtype)
+            weights = weights.to(p.dtype)  # in fp16 their gain has put them in range
             add_product(grad_p, weights, q[tile])
             add_product(grad_q[tile], weights.t(), p)
         return grad_p

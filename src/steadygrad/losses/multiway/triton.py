@@ -56,6 +56,7 @@ def _multiply_tile(
 ):  # fmt: skip
     """unit * sum_z p[row, z] q[column, z], in fp32; rows and columns beyond the end repeat earlier ones."""
     z = tl.arange(0, DEPTH)
+    # int64: row * depth passes 2^31 for a large half
     left = p + (row % num_rows).to(tl.int64)[:, None] * depth + z[None, :]
     right = q + (column % num_columns).to(tl.int64)[None, :] * depth + z[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -85,8 +86,10 @@ def _drop_positives(x, row, column, first_row, row_step, first_column, column_st
     row_number = tl.where(ours, row_number, -1)
     column_number = (column - first_column) // column_step
     theirs = (column >= first_column) & (column_number < num) & (column_number * column_step == column - first_column)
+    # -1 and -2 differ, so that a row and a column without a positive do not match below
     column_number = tl.where(theirs, column_number, -2)
     if (tl.max(row_number, 0) >= 0) & (tl.max(column_number, 0) >= 0):
+        # -1e30 is `similarity.MASKED`: a kernel reads no Python global
         x = tl.where(row_number[:, None] == column_number[None, :], -1e30, x)
     return x
 
@@ -113,11 +116,13 @@ def _sum_tiles(
     row_top = tl.max(x, 1)
     column_top = tl.max(x, 0)
     top = tl.max(row_top, 0)
+    # Without rows and columns beyond the end: at -1e30 they would always force the slower branch
     low = tl.minimum(
         tl.min(tl.where(row < num_rows, row_top, top), 0), tl.min(tl.where(column < num_columns, column_top, top), 0)
     )  # fmt: skip
     # Decided before the exponentials, so that the logits need not be kept beside them: registers are full.
     if top - low < 40.0:
+        # log2(e), and ln(2) below: exp2 and log2 are what the hardware has
         e = tl.exp2(x * 1.4426950408889634 - top * 1.4426950408889634)
         row_log = top + tl.log2(tl.maximum(tl.sum(e, 1), 1e-37)) * 0.6931471805599453
         column_log = top + tl.log2(tl.maximum(tl.sum(e, 0), 1e-37)) * 0.6931471805599453
@@ -217,7 +222,7 @@ class TritonEngine:
         p, q = panel.p, panel.q
         if columns is None:  # any bound of the logits will do as a peak that has no weight
             columns = Side(rows.peak.max().expand(len(q)).contiguous(), torch.zeros_like(q[:, 0], dtype=torch.float32))
-        weights = torch.empty(len(p), len(q), dtype=p.dtype, device=p.device)
+        weights = torch.empty(len(p), len(q), dtype=p.dtype, device=p.device)  # about PANEL_BYTES
         self.weigh_panel(panel, rows, columns, weights)
         add_product(grad_q, weights.t(), p)
         return multiply(weights, q)

@@ -3,15 +3,16 @@
 On the CPU one pass is really one: the gradient is walked in pieces that stay in cache while three cheap reductions
 read them (BLAS dot, aminmax, BLAS dot of the signs, which counts nonzeros in half of `count_nonzero`'s time), and the
 expensive questions (how many NaN, is it an overflowed square) are asked only of a tensor whose sum of squares is not an
-ordinary number. On other devices nothing may be read back,
-so every question is asked always. A BLAS dot is also far more accurate than `_foreach_norm` on the CPU, which sums
-serially (4e-4 off at 10M elements).
+ordinary number. On other devices nothing may be read back, so every question is asked always. A BLAS dot is also far
+more accurate than `_foreach_norm` on the CPU, which sums serially (4e-4 off at 10M elements).
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,6 +26,12 @@ PIECE = 1 << 18
 
 ORDINARY = (1e-30, 1e30)
 """Sums of squares in this range lost nothing to over- or underflow in fp32; others are measured again, scaled."""
+
+LARGE = 1e15
+"""Elements below this have squares that are ordinary, and `MAX_DOT` of them a sum that fp32 holds."""
+
+MAX_DOT = 8192
+"""Elements in one dot product of numpy's: from 10,000 on OpenBLAS starts threads of its own beside torch's."""
 
 
 def measure_table(gradients: Sequence[Tensor], out: Tensor) -> None:
@@ -40,7 +47,7 @@ def measure_table(gradients: Sequence[Tensor], out: Tensor) -> None:
 
 def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
     """Return the five numbers of one gradient in host memory."""
-    flat = gradient.detach().flatten()
+    flat = gradient.detach().flatten()  # [numel]; a copy if the layout is not contiguous
     numel = flat.numel()
     if numel == 0:
         return (0.0,) * NUM_COLUMNS
@@ -50,6 +57,7 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
         wide = piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
         low, high = torch.aminmax(wide)
         signs = torch.sign(wide)
+        # Each dot product covers one piece in the piece's dtype; the pieces add up in Python's float64.
         squares += torch.dot(wide, wide).item()
         max_abs = max(max_abs, -low.item(), high.item())
         num_nonzero += torch.dot(signs, signs).item()  # exact: a piece has fewer elements than fp32 has integers
@@ -59,37 +67,63 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
     return math.sqrt(squares), max_abs, 0.0, 0.0, numel - num_nonzero
 
 
-def measure_together(gradients: list[Tensor], starts: np.ndarray) -> list[float] | None:
+class EndToEnd:
+    """Where each of several small gradients lies when they are laid end to end."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        edges = np.cumsum([0, *numels])
+        self.starts = edges[:-1]
+        self.slices = [slice(start, end) for start, end in pairwise(edges.tolist())]
+        self.pieces = [
+            (row, slice(start, min(start + MAX_DOT, whole.stop)))
+            for row, whole in enumerate(self.slices)
+            for start in range(whole.start, whole.stop, MAX_DOT)
+        ]
+
+
+def measure_together(gradients: list[Tensor], layout: EndToEnd) -> list[float] | None:
     """Return the cells of small gradients in host memory, a row each, in four passes over all of them at once.
 
-    They must be strided, fp32, and none of them empty; `starts` says where each begins when they lie end to end. For a
-    handful of small tensors a torch operation costs more than its work, and a numpy one a fifth of that. Return None if
-    some number is not ordinary: the caller then measures one gradient after another.
+    They must be strided, fp32, and none of them empty. For a handful of small tensors a torch operation costs more than
+    its work, and a numpy one a fifth of that. Return None if some number is not ordinary: the caller then measures one
+    gradient after another.
     """
     # [sum of sizes]; a copy, but of a single gradient the gradient itself: never write into it
     flat = torch._C._nn.flatten_dense_tensors(gradients).detach().numpy()
-    with np.errstate(all="ignore"):  # a program may have made numpy raise
-        squares = np.add.reduceat(flat * flat, starts).tolist()
-    zeros = np.add.reduceat((flat == 0).astype(np.float32), starts).tolist()  # exact up to 2**24 elements
-    largest = np.maximum.reduceat(np.abs(flat), starts).tolist()
+    lowest = np.minimum.reduceat(flat, layout.starts).tolist()
+    highest = np.maximum.reduceat(flat, layout.starts).tolist()
+    largest = list(map(max, map(operator.neg, lowest), highest))
+    # Before the squares, which numpy would warn about if they overflowed. NaN fails the comparison.
+    if not all(max_abs < LARGE for max_abs in largest):
+        return None
+    squares = [0.0] * len(gradients)
+    for row, where in layout.pieces:
+        piece = flat[where]
+        # BLAS sums in fp32 over at most MAX_DOT elements; the rest of the sum is float64.
+        squares[row] += float(piece.dot(piece))
+    is_zero = flat == 0
+    has_zeros = np.count_nonzero(is_zero) > 0
     cells: list[float] = []
-    for square, max_abs, num_zeros in zip(squares, largest, zeros):
-        if not (ORDINARY[0] < square < ORDINARY[1] or max_abs == 0.0):  # NaN fails the comparisons too
+    for row, (square, max_abs) in enumerate(zip(squares, largest)):
+        if not (ORDINARY[0] < square < ORDINARY[1] or max_abs == 0.0):
             return None
+        num_zeros = float(np.count_nonzero(is_zero[layout.slices[row]])) if has_zeros else 0.0
         cells += (math.sqrt(square), max_abs, 0.0, 0.0, num_zeros)
     return cells
 
 
 def _measure_on_device(gradient: Tensor) -> Tensor:
-    """Return the five numbers, without a host read or float64 arithmetic over the elements (MPS has none)."""
+    """Return the five numbers without a host read, and without float64 over the elements, which is slow on a device."""
     values = gradient.detach().flatten()
     values = values if values.dtype in (torch.float32, torch.float64) else values.float()
     if values.numel() == 0:
         return torch.zeros(NUM_COLUMNS, dtype=torch.float64, device=values.device)
     magnitude = values.abs()
     finite = magnitude < math.inf
+    # A select, not a product: Inf * 0 is NaN.
     magnitude = torch.where(finite, magnitude, 0.0)
     max_abs = magnitude.max()
+    # Scaled by the largest element, so that its square neither over- nor underflows.
     scale = torch.where(max_abs > 0, max_abs, 1.0)
     norm = torch.linalg.vector_norm(magnitude / scale).double() * scale.double()
     counts = [(~finite).sum(), (values != values).sum(), (values == 0).sum()]

@@ -32,6 +32,7 @@ def look_at(tensors: Sequence[Tensor], hashed: Sequence[bool]) -> tuple[Tensor, 
 def _measure(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.zeros(NUM_NUMBERS, dtype=torch.float64, device=tensor.device)
+    # In fp32: the norm of float16 elements may itself be too large for float16.
     pieces = [piece.float() if piece.element_size() < 4 else piece for piece in split_flat(tensor)]
     nonfinite = torch.stack([(~piece.isfinite()).sum() for piece in pieces]).sum()
     nans = torch.stack([piece.isnan().sum() for piece in pieces]).sum()

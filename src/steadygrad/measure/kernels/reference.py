@@ -26,6 +26,7 @@ def measure_one(gradient: Tensor) -> tuple[Tensor, ...]:
     """Return the five numbers of one gradient, each a float64 scalar."""
     values = gradient.detach().double().flatten()
     finite = values.isfinite()
+    # A select, not a product: Inf * 0 is NaN.
     magnitude = torch.where(finite, values.abs(), 0.0)
     max_abs = magnitude.max() if magnitude.numel() else magnitude.sum()
     # Scaled by the largest element, so that no square over- or underflows even for float64 gradients.

@@ -22,6 +22,7 @@ from torch import Tensor
 from steadygrad.facts import NUM_COLUMNS
 
 NUM_PARTIALS = 6  # sum of squares, exponent of its scale, max_abs, nonfinite, nan, zeros
+# As in measurement.py. The kernels have it, and the 5 columns of a row, as literals: change all of them together.
 HEADER = 8
 UNROLL = 4
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -35,7 +36,7 @@ def _measure_chunks(
     """partials[:, c] = (sum (x*2^s)^2, s, max|x|, #nonfinite, #nan, #zero) over chunk c, finite x only."""
     c = tl.program_id(0) + first
     t = tl.load(chunk_tensor + c)
-    start = tl.load(chunk_index + c).to(tl.int64) * CHUNK
+    start = tl.load(chunk_index + c).to(tl.int64) * CHUNK  # int64: a tensor may have more than 2^31 elements
     count = tl.minimum(tl.load(numels + t) - start, CHUNK).to(tl.int32)
     base = tl.load(addresses + t).to(tl.pointer_type(DTYPE)) + start
     lanes = tl.arange(0, BLOCK)
@@ -45,6 +46,7 @@ def _measure_chunks(
     zeros = tl.zeros([BLOCK], tl.int32)
     for i in tl.range(0, CHUNK, BLOCK, loop_unroll_factor=UNROLL):  # four loads in flight: 3.6 -> 4.5 TB/s on an H200
         inside = i + lanes < count
+        # Lanes beyond the end read 0, which is neutral for sum and maximum but not for the count of zeros.
         x = tl.load(base + i + lanes, mask=inside, other=0.0).to(tl.float32)
         squares += x * x
         largest = tl.maximum(largest, tl.abs(x))
@@ -61,8 +63,10 @@ def _measure_chunks(
         largest = tl.zeros([BLOCK], tl.float32)
         for i in range(0, CHUNK, BLOCK):
             x = tl.load(base + i + lanes, mask=i + lanes < count, other=0.0).to(tl.float32)
+            # A comparison that NaN fails, and a select: Inf * 0 would be NaN.
             largest = tl.maximum(largest, tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0))
         top = tl.max(largest, 0)
+        # By a power of two, which leaves the mantissas as they are.
         exponent = tl.where(top > 1.0, -100.0, 100.0)
         scale = tl.where(top > 1.0, 7.888609052210118e-31, 1.2676506002282294e30)  # 2^-100, 2^100
         squares = tl.zeros([BLOCK], tl.float32)
@@ -84,6 +88,7 @@ def _measure_chunks(
         num_nonfinite = tl.sum(nonfinite, 0)
         num_nan = tl.sum(nans, 0)
 
+    # [6, num_chunks]; counts are exact in fp32 as long as a chunk has at most 2^24 elements
     tl.store(partials + c, total)
     tl.store(partials + num_chunks + c, exponent)
     tl.store(partials + 2 * num_chunks + c, top)
@@ -116,6 +121,7 @@ def _fold(
         one = tl.full([WIDTH], 1.0, tl.float64)
         scaled = tl.where(exponent < 0.0, one * 1.6069380442589903e60, one * 6.223015277861142e-61)  # 2^200, 2^-200
         unscale = tl.where(exponent == 0.0, one, scaled)
+        # In float64: squares of fp32 numbers reach 1e77.
         squares += tl.load(partials + c, mask=inside, other=0.0).to(tl.float64) * unscale
         largest = tl.maximum(largest, tl.load(partials + 2 * num_chunks + c, mask=inside, other=0.0))
         nonfinite += tl.load(partials + 3 * num_chunks + c, mask=inside, other=0.0).to(tl.float64)
@@ -154,8 +160,10 @@ def _fold_header(table, num_rows, loss, header, flags, max_norm, ROWS: tl.conste
         nans += tl.load(table + t * 5 + 3, mask=inside, other=0.0)
     value = tl.load(loss).to(tl.float64)
     num_nonfinite = tl.sum(nonfinite, 0)
+    # Written so that a NaN loss fails the comparison, and so is bad.
     bad = (num_nonfinite > 0.0) | ((tl.abs(value) < float("inf")) == 0)
     total = tl.sqrt(tl.sum(squares, 0))
+    # 1e-6 as in torch's clip_grad_norm_.
     coefficient = tl.where((max_norm > 0.0) & (total + 1e-6 > max_norm), max_norm / (total + 1e-6), 1.0)
     tl.store(header, value)
     tl.store(header + 1, total)
@@ -179,12 +187,14 @@ def _scale_chunks(
     `grad_scale`, so that it is the same training whichever of the two is taken.
     """
     coefficient = tl.load(header + 5)
+    # The same for all programs: in a step that is not clipped no gradient is even read.
     if (coefficient < 1.0) & (tl.load(header + 4) == 0.0):
         c = tl.program_id(0) + first
         t = tl.load(chunk_tensor + c)
         start = tl.load(chunk_index + c).to(tl.int64) * CHUNK
         count = tl.minimum(tl.load(numels + t) - start, CHUNK).to(tl.int32)
         base = tl.load(addresses + t).to(tl.pointer_type(DTYPE)) + start
+        # The number in flags[1], which a fused optimizer divides by.
         divisor = (1.0 / coefficient).to(tl.float32)
         for i in tl.range(0, CHUNK, BLOCK, loop_unroll_factor=UNROLL):
             lanes = i + tl.arange(0, BLOCK)
@@ -235,11 +245,13 @@ class AddressTable:
         event = self._sent[self._slot]
         if event is not None:
             event.synchronize()  # four changes ago: long done
+        # Pinned, and read by the copy below while the host goes on: the event above protects it.
         self._host[self._slot].copy_(torch.tensor(addresses, dtype=torch.int64))
         self._device[self._slot].copy_(self._host[self._slot], non_blocking=True)
         if self._device[self._slot].is_cuda:
             event = self._sent[self._slot] = event or torch.cuda.Event()
             event.record()
+        # Kept and not copied: callers make a new list when an address changes, and never write into an old one.
         self._current = addresses
         return self._device[self._slot]
 
@@ -258,6 +270,7 @@ class Chunks:
         bounds = [(0, 0)] * len(numels)  # chunks are ordered by dtype, not by tensor: each has its own [first, last)
         for i in sorted(range(len(numels)), key=lambda i: str(dtypes[i])):
             num, first = -(-numels[i] // chunk), len(tensors)
+            # [num_chunks]: the tensor of each chunk, and its place in that tensor
             tensors += [i] * num
             indices += range(num)
             bounds[i] = (first, len(tensors))
@@ -276,6 +289,7 @@ class Chunks:
 def _send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the values on the device without waiting for it."""
     host = torch.tensor(values, dtype=dtype)
+    # The pinned tensor may be dropped at once: torch's host allocator keeps its memory until the copy is done.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
@@ -298,6 +312,7 @@ class Plan:
         self.num_chunks, self.num_tensors = self._chunks.num, self._chunks.num_tensors
         self._chunk_tensor, self._chunk_index = self._chunks.tensors, self._chunks.indices
         self._bounds, self._numels = self._chunks.bounds, self._chunks.numels
+        # Used again each step: kernels on one stream run in order, so no step reads the partials of another.
         self._partials = torch.empty(NUM_PARTIALS * max(1, self.num_chunks), dtype=torch.float32, device=device)
         self._addresses = AddressTable(len(gradients), device)
         self._one = torch.ones((), device=device)
@@ -329,6 +344,7 @@ class Plan:
         self._fold(
             (self.num_tensors, 1, 1), (loss.dtype, loss.data_ptr() % 16, unscale.dtype, unscale.data_ptr() % 16),
             self._partials, self._bounds, unscale, packed, self.num_chunks, self.num_tensors, loss, flags,
+            # A float: Triton compiles an integer argument of 1 into the kernel, and Launch would then keep that.
             float(max_norm), self._counter,
         )  # fmt: skip
 
@@ -339,6 +355,16 @@ class Plan:
             launch(
                 (num, 1, 1), None, at, self._numels, self._chunk_tensor, self._chunk_index, packed, first
             )  # fmt: skip
+
+
+def compile_for(tensors: Sequence[Tensor]) -> None:
+    """Compile or load the kernels for gradients like these, which are read and not changed."""
+    device, addresses = tensors[0].device, [tensor.data_ptr() for tensor in tensors]
+    plan = Plan(tensors)
+    # A bad step with a coefficient of 1: `scale` has two reasons to write nothing.
+    packed = torch.ones(HEADER + NUM_COLUMNS * len(tensors), dtype=torch.float64, device=device)
+    plan.scale(addresses, packed)
+    plan.measure(addresses, loss=None, inverse_scale=None, packed=packed, flags=torch.empty(2, device=device))
 
 
 def measure_table(gradients: Sequence[Tensor], out: Tensor, **sizes: int) -> None:

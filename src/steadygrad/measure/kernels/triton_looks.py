@@ -25,6 +25,7 @@ BITS = {tl.float32: tl.int32, tl.bfloat16: tl.int16, tl.float16: tl.int16}
 CHUNK, BLOCK, WARPS = 65536, 1024, 8
 
 
+# Not specialised: plans differ in these numbers, and Triton would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["first", "num_chunks"])
 def _look_at_chunks(
     addresses, numels, chunk_tensor, chunk_index, sums, hashes, first, num_chunks, MULTIPLIER,
@@ -35,6 +36,7 @@ def _look_at_chunks(
     t = tl.load(chunk_tensor + c)
     start = tl.load(chunk_index + c).to(tl.int64) * CHUNK
     count = tl.minimum(tl.load(numels + t) - start, CHUNK).to(tl.int32)
+    # Loaded as integers: the hash needs the bits, and one load serves both.
     base = tl.load(addresses + t).to(tl.pointer_type(BITS)) + start
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros([BLOCK], tl.float32)
@@ -48,6 +50,7 @@ def _look_at_chunks(
         nonfinite += ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
         nans += (x != x).to(tl.int32)
         mixed = bits.to(tl.int64) * MULTIPLIER
+        # Wraps around, which is harmless: sums modulo 2^64 do not depend on their order.
         hashed += mixed ^ (mixed >> 32)
     tl.store(sums + c, tl.sum(nonfinite, 0).to(tl.float32))
     tl.store(sums + num_chunks + c, tl.sum(nans, 0).to(tl.float32))
@@ -108,7 +111,9 @@ def _rms_chunks(
         inside = i + lanes < count
         g = tl.load(gradient + i + lanes, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(moment + i + lanes, mask=inside, other=0.0).to(tl.float32)
+        # NaN, of a moment or before the first step, must survive; a plain maximum would return eps.
         ratio = g / tl.maximum(tl.sqrt(v) * inverse, eps, propagate_nan=tl.PropagateNan.ALL)
+        # A select: with eps 0, a lane beyond the end is 0 / 0.
         squares += tl.where(inside, ratio * ratio, 0.0)
     tl.store(sums + c, tl.sum(squares, 0))
 
@@ -178,13 +183,16 @@ class AdamState:
 def read_state(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> AdamState | None:
     """Return the state of one parameter; None if the kernels cannot read it."""
     gradient, squares, step = parameter.grad, state["exp_avg_sq"], state["step"]
+    # Equal strides: both are read in memory order, and an element must meet its own moment.
     if gradient is None or not fits(gradient) or not fits(squares) or gradient.stride() != squares.stride():
         return None
+    # In host memory, so this waits for nothing; a step on the device is read by the kernel.
     if isinstance(step, Tensor) and step.device.type == "cpu":
         step = float(step)
     if isinstance(step, Tensor) and (step.dtype is not torch.float32 or step.device != gradient.device):
         return None
     beta, eps = group["betas"][1], group.get("eps", 1e-8)
+    # Their values may be on a device, and reading them here would wait.
     if isinstance(beta, Tensor) or isinstance(eps, Tensor):
         return None
     return AdamState(gradient, squares, step, float(beta), float(eps))
@@ -243,6 +251,7 @@ def fits(tensor: Tensor) -> bool:
     """Return whether the kernels can read it: a dtype that they know, no gaps between elements."""
     if tensor.dtype not in TRITON_DTYPES:
         return False
+    # Dense in some order of dimensions (channels_last, transposed): neither sums nor hashes need the order.
     return tensor.is_contiguous() or tensor.permute(sorted(range(tensor.dim()), key=_stride_of(tensor))).is_contiguous()
 
 

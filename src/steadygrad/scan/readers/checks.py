@@ -14,12 +14,13 @@ MAX_OVERLAP = 64
 
 def are_sizes(values: object) -> bool:
     """Whether this is a list or tuple of whole numbers, none below 0."""
-    return isinstance(values, list | tuple) and all(type(one) is int and one >= 0 for one in values)
+    return isinstance(values, list | tuple) and all(type(one) is int and one >= 0 for one in values)  # no bool
 
 
 def resolve_inside(folder: Path, relative: object) -> Path:
     """Return `folder / relative`, refused where that leads out of the folder."""
     inside = Path(relative) if isinstance(relative, str) and "\0" not in relative else None
+    # By its parts, without resolving: in huggingface_hub's cache a shard is a link that leads out
     if inside is None or inside.is_absolute() or ".." in inside.parts:
         raise DamagedCheckpoint(folder, f"it names a file outside itself: {relative!r}")
     return folder / inside

@@ -57,7 +57,7 @@ class ChunkReader:
         file.seek(offset)
         done = 0
         while done < length:
-            count = file.readinto(self._view[done:length])
+            count = file.readinto(self._view[done:length])  # unbuffered: it may return less than it was asked for
             if not count:
                 raise DamagedCheckpoint(path, f"it ended at byte {offset + done} while it was read")
             done += count
@@ -75,6 +75,7 @@ class ChunkReader:
     def iterate(self, tensor: StoredTensor, start: int = 0, length: int | None = None) -> Iterator[Tensor]:
         """Yield the tensor, or a stretch of it, in flat chunks."""
         if tensor.has_gaps:
+            # `stored_layout`: elements that `expand` repeats are looked at once
             yield from (
                 chunk.reshape(-1).contiguous() for chunk in split_view(map_tensor(tensor, *tensor.stored_layout))
             )
@@ -94,6 +95,7 @@ def map_tensor(
         first = tensor.offset - tensor.offset % mmap.ALLOCATIONGRANULARITY
         length = tensor.offset + tensor.num_bytes - first
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY  # torch wants a writable buffer
+        # It outlives the closed file; the tensor made of it keeps it mapped
         mapping = mmap.mmap(file.fileno(), length, offset=first, access=access)
     stored = torch.frombuffer(mapping, dtype=torch.uint8, offset=tensor.offset - first)
     if stored.data_ptr() % tensor.dtype.itemsize:
@@ -160,12 +162,13 @@ class ReaderPool:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for reader in (reader for pair in self._opened for reader in pair):
             reader.close()
-        torch.set_num_threads(self._torch_threads)
+        torch.set_num_threads(self._torch_threads)  # parts of it are process-wide
 
     def _open(self) -> None:
+        # In each thread of the pool: OpenMP keeps this number by thread, and threads times threads would be slower
         torch.set_num_threads(1)
         self._local.readers = (ChunkReader(), ChunkReader())
-        self._opened.append(self._local.readers)
+        self._opened.append(self._local.readers)  # closed by the main thread, since a thread's end closes nothing
 
     def map(self, work: Callable[[Readers, Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """Yield results in the order of the items; the first error ends it."""

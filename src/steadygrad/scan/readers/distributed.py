@@ -61,6 +61,7 @@ def read_distributed(folder: Path) -> Contents:
             problems.append(f"{path.name} is named in {METADATA} and not there")
             continue
         with path.open("rb") as file:
+            # Before it is opened as an archive, whose table of contents is at its end
             if start + length > path.stat().st_size:
                 raise DamagedCheckpoint(path, f"{name!r} would end at byte {start + length}, past its end")
             part = read_archive(path, Window(file, start, length), length, start=start, name=name)  # type: ignore[arg-type]
@@ -90,7 +91,7 @@ def _list_parts(folder: Path) -> Iterator[tuple[str, Path, int, int]]:
 
 def _read_metadata(folder: Path) -> Any:
     with (folder / METADATA).open("rb") as file:
-        data = file.read(MAX_METADATA_BYTES + 1)
+        data = file.read(MAX_METADATA_BYTES + 1)  # one more, to see that it is too long
     if len(data) > MAX_METADATA_BYTES:
         raise DamagedCheckpoint(folder / METADATA, f"it has more than {MAX_METADATA_BYTES} bytes")
     try:

@@ -80,6 +80,7 @@ def read_tensors(path: Path) -> list[StoredTensor]:
 def _is_folder(path: Path) -> bool:
     """Whether it is a folder or a plain file; a path that leads to neither is an error that says why."""
     try:
+        # Asked before anything is opened: opening a pipe waits for a writer
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # also a circle of links, and a name with a zero byte
         reason = getattr(error, "strerror", None) or str(error)
@@ -95,8 +96,9 @@ def _is_own(folder: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        fields = json.loads(path.read_bytes()) if path.stat().st_size < manifest.MAX_BYTES else None
+        fields = json.loads(path.read_bytes()) if path.stat().st_size < manifest.MAX_BYTES else None  # bounded memory
     except (OSError, ValueError, RecursionError):
+        # Ours, if it cannot be read: to pass it over would hide the damage
         return True
     return not isinstance(fields, dict) or "manifest_sha256" in fields or fields.get("format") == manifest.FORMAT
 
@@ -139,11 +141,13 @@ def _search(folder: Path, depth: int) -> Iterator[Path]:
     for index in _list_indexes(folder):
         yield folder
         shards |= {resolve_inside(folder, file) for file in _read_index(index).values()}
+        # One index only: `read_contents` takes the first, too
         break
     files = [file for file in _list_files(folder) if file not in shards and file.name not in NO_TENSORS]
     yield from files
     if depth < MAX_DEPTH:
         for path in _list(folder):
+            # No links, which may form a cycle; no `.writing-` and `.removing-` folders of a store
             if path.is_dir() and not path.is_symlink() and not path.name.startswith((".", SET_ASIDE)):
                 yield from _search(path, depth + 1)
 

@@ -91,6 +91,7 @@ def is_plain_name(name: str) -> bool:
     module, _, last = name.rpartition(".")
     if module in {"torch", "torch.cuda"} and last.endswith("Storage"):
         return last.removesuffix("Storage") in KINDS
+    # Only read, never called; anything but a dtype or a layout is unknown
     return module == "torch" and isinstance(getattr(torch, last, None), torch.dtype | torch.layout)
 
 
@@ -153,6 +154,7 @@ def describe_tensors(path: Path, format: str, value: Any, place: Place, size: in
                 numbers.append((where, found))
         elif (tensor := describe_tensor(path, where, found, place)) is not None:
             tensors.append(tensor)
+    # A thousand tensors over the same bytes are a small file and hours of reading
     check_overlap(tensors, path, size)
     return Contents(path, format, tuple(tensors), tuple(numbers))
 
@@ -166,7 +168,7 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif isinstance(value, dict | list | tuple | Call):
             is_leaf = isinstance(value, Call) and is_tensor(value)
-            if id(value) in seen and not is_leaf:
+            if id(value) in seen and not is_leaf:  # a tensor is named at each of its places, since weights may be tied
                 continue
             seen.add(id(value))
             if isinstance(value, Call):
@@ -203,6 +205,7 @@ def describe_tensor(path: Path, name: str, call: Call, place: Place) -> StoredTe
         )
     begin, available = place(storage)
     num_bytes = count_extent(shape, stride) * dtype.itemsize
+    # Or a shape could read on into the bytes of the next storage
     if num_bytes and first * dtype.itemsize + num_bytes > available:
         raise DamagedCheckpoint(
             path, f"tensor {name!r} of shape {list(shape)} reaches past its storage of {available} bytes"

@@ -50,6 +50,7 @@ def read_safetensors(path: Path, file: BinaryIO) -> Contents:
     file.seek(0)
     head = file.read(8)
     length = int.from_bytes(head, "little")
+    # Before `read(length)`, which would allocate as much as the file claims
     if len(head) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise DamagedCheckpoint(path, f"the header claims {length} bytes, the file has {size}")
     tensors = [
@@ -96,6 +97,7 @@ def _describe_tensor(path: Path, name: str, entry: Any, start: int, size: int) -
 
 def _check_ranges(path: Path, tensors: list[StoredTensor], start: int, size: int) -> None:
     position = start
+    # By size too: an empty tensor begins where the next one does, and must come first
     for tensor in sorted(tensors, key=lambda one: (one.offset, one.num_bytes)):
         if tensor.offset != position:
             raise DamagedCheckpoint(path, f"tensor {tensor.name!r} overlaps the one before it or leaves a gap")

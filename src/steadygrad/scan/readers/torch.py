@@ -31,7 +31,7 @@ ALLOWED = "may_be_nonfinite"
 """Where a checkpoint of ours lists the tensors that were not finite before training, such as masks."""
 FIRST_BYTES = 8 << 20
 """Of the older format, where the pickle's length is not known before it is read."""
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch.serialization.MAGIC_NUMBER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +105,7 @@ def _list_records(path: Path, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
     records: dict[str, zipfile.ZipInfo] = {}
     for entry in entries:
         short = entry.filename.partition("/")[2] or entry.filename
+        # A reader that takes the first and one that takes the last would see different files
         if short in records:
             raise DamagedCheckpoint(path, f"it has two records named {short!r}")
         records[short] = entry
@@ -122,6 +123,8 @@ def find_data(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> 
     header = file.read(30)
     if entry.header_offset < 0 or len(header) < 30 or header[:4] != b"PK\x03\x04":
         raise DamagedCheckpoint(path, f"record {entry.filename!r} does not begin where the table of contents says")
+    # From the header in front of the data: torch pads its extra field for alignment, which the table of contents
+    # does not show
     name_length, extra_length = struct.unpack("<HH", header[26:30])
     begin: int = entry.header_offset + 30 + name_length + extra_length
     if begin + entry.file_size > size:
@@ -131,7 +134,7 @@ def find_data(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> 
 
 def _read_record(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> bytes:
     begin = find_data(path, file, entry, size)
-    if entry.file_size > MAX_PICKLE_BYTES:
+    if entry.file_size > MAX_PICKLE_BYTES:  # before it is read into memory
         raise DamagedCheckpoint(
             path, f"record {entry.filename!r} has {entry.file_size} bytes, the most read is {MAX_PICKLE_BYTES}"
         )
@@ -181,7 +184,7 @@ def _read_pickles(path: Path, head: bytes) -> tuple[list[Any], int, dict[str, St
 def _check_is_pickle(path: Path, head: bytes) -> None:
     if not head:
         raise DamagedCheckpoint(path, "it is empty: the program that wrote it was stopped")
-    if head[:1] != b"\x80":
+    if head[:1] != b"\x80":  # the PROTO opcode, which begins every pickle since protocol 2
         raise NoCheckpoint(path, f"it begins with {head[:8]!r}, as neither torch.save nor safetensors does")
 
 
@@ -197,6 +200,7 @@ def _place_stream(
         head = file.read(8)
         if storage is None or len(head) < 8:
             raise DamagedCheckpoint(path, f"storage {key!r} is cut off or named by no tensor")
+        # Each storage is preceded by its number of elements; the file's own number, so it is checked below
         num_bytes = struct.unpack("<q", head)[0] * (KINDS[storage.kind].itemsize if storage.kind else 1)
         if num_bytes < 0 or position + 8 + num_bytes > size:
             raise DamagedCheckpoint(path, f"storage {key!r} reaches past the end of the file")

@@ -35,6 +35,8 @@ class Curve:
     def extend_finite(self, steps: Sequence[int], values: Sequence[float]) -> None:
         """Add values that are known to be finite."""
         if self.width >= WORTH_SLICING and _count_up(steps):
+            # The width may double meanwhile: a slice then covers part of a bucket, and its two extremes are still all
+            # it needs
             for first, last in _slice_buckets(steps, self.width):
                 part = values[first:last]
                 low, high = min(part), max(part)
@@ -63,7 +65,7 @@ class Curve:
     def _double(self) -> None:
         joined: dict[int, list[float]] = {}
         for key, bucket in self._buckets.items():
-            other = joined.setdefault(key >> 1, bucket)
+            other = joined.setdefault(key >> 1, bucket)  # the bucket itself: the old table is not used again
             if bucket[1] < other[1]:
                 other[0], other[1] = bucket[0], bucket[1]
             if bucket[3] > other[3]:
@@ -74,7 +76,7 @@ class Curve:
     def join(self, other: Curve) -> None:
         """Add all that another curve holds."""
         self._widen_to(other.width)
-        other._widen_to(self.width)
+        other._widen_to(self.width)  # changes `other`, which is used up here
         for low_step, low, high_step, high in other._buckets.values():
             self._add(int(low_step), low)
             self._add(int(high_step), high)
@@ -117,6 +119,7 @@ class Share:
         """Add to a bucket; `step` is where the condition was first true, if it was."""
         bucket = self._buckets.setdefault(step // self.width, [0, 0, step])
         if num_hits:
+            # Without a hit so far, bucket[2] only holds the step that made the bucket
             bucket[2] = min(bucket[2], step) if bucket[0] else step
         bucket[0] += num_hits
         bucket[1] += num_steps
@@ -127,7 +130,7 @@ class Share:
         joined: dict[int, list[int]] = {}
         for key, bucket in self._buckets.items():
             other = joined.setdefault(key >> 1, bucket)
-            if other is not bucket:
+            if other is not bucket:  # else it was put there just now, and adding it would count it twice
                 hit_steps = [one[2] for one in (other, bucket) if one[0]]
                 other[:] = [other[0] + bucket[0], other[1] + bucket[1], min(hit_steps or [other[2]])]
         self._buckets = joined
@@ -173,6 +176,7 @@ class Clock:
             self._points[steps[i] // self._width] = (steps[i], seconds[i])
             while len(self._points) > self._max_points:
                 self._width *= 2
+                # In the order of the steps, so that the last one of each wider bucket stays
                 self._points = {step // self._width: (step, time) for step, time in sorted(self._points.values())}
 
     def join(self, other: Clock, offset: float) -> None:

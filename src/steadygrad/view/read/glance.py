@@ -12,7 +12,7 @@ from typing import Any
 
 from steadygrad.view.read.run import FILES, MAX_RUN_BYTES, find_trainings
 from steadygrad.view.read.state import State, find_state
-from steadygrad.view.read.tail import as_number
+from steadygrad.view.read.tail import as_number, parse_line
 
 END_BYTES = 1 << 14
 """How much of the end of steps.jsonl is read; some fifty steps."""
@@ -72,6 +72,7 @@ def glance_at(path: Path, root: Path) -> RunGlance:
 
 def _stat(path: Path, root: Path) -> Any:
     try:
+        # `root` must be resolved already. A link inside the folder may point anywhere on the disk
         inside = path.is_file() and path.resolve().is_relative_to(root)
         return path.stat() if inside else None
     except OSError:
@@ -94,18 +95,14 @@ def _read_end(path: Path, root: Path) -> list[dict[str, Any]]:
     found = _stat(path, root)
     if found is None:
         return []
-    with path.open("rb") as file:
-        file.seek(max(0, found.st_size - END_BYTES))
-        lines = file.read().split(b"\n")[:-1]
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, found.st_size - END_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is still being written
+    except OSError:
+        return []
+    # The first line is usually cut in the middle
+    return [row for line in lines if (row := parse_line(line)) is not None]
 
 
 def _find_pace(rows: list[dict[str, Any]]) -> float:
@@ -117,5 +114,8 @@ def _find_pace(rows: list[dict[str, Any]]) -> float:
 def _count_lines(path: Path, root: Path) -> int:
     if _stat(path, root) is None:
         return 0
-    with path.open("rb") as file:
-        return file.read(MAX_COUNTED_BYTES).count(b"\n")
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_COUNTED_BYTES).count(b"\n")
+    except OSError:
+        return 0

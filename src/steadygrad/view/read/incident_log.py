@@ -53,6 +53,7 @@ class KindTotal:
         if _rank(severity) > _rank(self.severity):
             self.severity = severity
         self.actions[find_action(incident)] += 1
+        # `last` is a bounded deque: memory stays the same for a hundred thousand incidents
         (self.first if len(self.first) < KEPT_FIRST else self.last).append(incident)
 
 
@@ -167,6 +168,7 @@ def _identify(incident: Row) -> tuple[str, ...]:
     place = [look(cause, name) for name in ("phase", "op", "module", "file", "line", "name")]
     rank = str(incident.get("rank"))
     if any(one is not None for one in place[1:]):
+        # A line of code is one problem whatever kinds it shows up as; a place without a file may be shared by several
         return (rank, kind if place[3] is None else "", *map(str, place))
     return (rank, kind, find_action(incident))
 
@@ -183,7 +185,7 @@ def look(row: Any, *path: str) -> Any:
 def find_step(incident: Row) -> int:
     """Return the step where it happened; -1 if unknown."""
     for value in (incident.get("step"), look(incident, "finding", "step")):
-        if type(value) is int:
+        if type(value) is int:  # not isinstance: JSON's true would be step 1
             return value
     return -1
 

@@ -22,6 +22,7 @@ class LayerLine:
 
 def read_layer_lines(text: bytes) -> list[LayerLine] | None:
     """Return what complete lines hold; None unless every one has the usual form and only finite values."""
+    # Splitting at quotes is only right where no name holds an escaped one, hence no backslash anywhere
     if b'"nan"' in text or b'inf"' in text or b"\\" in text or b"update_ratios" in text:
         return None
     found = []
@@ -32,11 +33,12 @@ def read_layer_lines(text: bytes) -> list[LayerLine] | None:
         if len(words) < 7 or words[1] != _STEP or words[3] != _TABLE:
             return None
         spelled, cells = words[5::2], words[6::2]
+        # The same list again for the same names: LayerMap recognises it by identity and skips its own comparison
         if spelled != known[0]:
             known = (spelled, [name.decode() for name in spelled])
         rows = [cell.split(b",", 3) for cell in cells]
         try:
-            if any(row[2] != b"0" for row in rows):
+            if any(row[2] != b"0" for row in rows):  # num_nonfinite
                 return None
             norms = [float(row[0][2:]) for row in rows]
             found.append(LayerLine(int(words[2][1:-1]), known[1], norms))

@@ -38,6 +38,7 @@ class _Column:
 
     def add_all(self, exponents: list[float]) -> None:
         """Add one exponent to each cell."""
+        # map stops at the shorter list: `exponents` must have one for every position
         self.sums = list(map(add, self.sums, exponents))
         self.counts = [count + 1 for count in self.counts]
         self.lows = list(map(min, self.lows, exponents))
@@ -101,6 +102,7 @@ class LayerMap:
 
     def add(self, step: int, names: Sequence[str], values: Sequence[float]) -> None:
         """Add the numbers of one step; NaN and Inf mean that something was not finite there."""
+        # Identity is safe because `_usual` keeps the list alive, so that no other one can have its address
         if names is not self._usual:
             for name in names:
                 self._positions.setdefault(name, len(self._positions))
@@ -109,6 +111,7 @@ class LayerMap:
         if column is None:
             column = self._columns[step // self.width] = _Column(len(self._positions))
         column.grow(len(self._positions))
+        # min() may miss a NaN, the sum cannot; a sum that overflows only takes the slow way
         if self._usual is not None and min(values, default=0.0) > 0 and math.isfinite(sum(values)):
             column.add_all([max(ZERO_EXPONENT, exponent) for exponent in map(math.log10, values)])
         else:
@@ -130,11 +133,11 @@ class LayerMap:
         """Add all that another map holds, whatever the order of its names."""
         while self.width != other.width:
             (self if self.width < other.width else other)._widen()
-        self._usual = None
+        self._usual = None  # positions change below
         places = [self._positions.setdefault(name, len(self._positions)) for name in other.names]
         for key, column in other._columns.items():
             moved = column if places == list(range(len(places))) else column.move(places, len(self._positions))
-            mine = self._columns.setdefault(key, moved)
+            mine = self._columns.setdefault(key, moved)  # may be the other map's own column: that map is used up here
             if mine is not moved:
                 mine.join(moved)
         while len(self._columns) > self._max_columns:

@@ -50,6 +50,7 @@ def read_pictures(run: Path, *, within: Path | None = None) -> Pictures:
             left_out.append(f"{file.name}: only {MAX_PICTURES} are shown")
             continue
         data = _read(file, within)
+        # By content, not by suffix: the page embeds it as image/png
         if data is None or not data.startswith(SIGNATURE):
             left_out.append(f"{file.name}: no readable PNG of at most {MAX_BYTES >> 20} MB")
             continue
@@ -69,6 +70,7 @@ def _read_captions(path: Path, within: Path | None) -> dict[str, str]:
 def _read(path: Path, within: Path | None) -> bytes | None:
     """Return a file's bytes; None if it is not a regular file, too large, or outside `within`."""
     try:
+        # The resolved path is checked and then read, so that a link is not followed out of `within`
         real = path.resolve()
         if not real.is_file() or (within is not None and not real.is_relative_to(within)):
             return None

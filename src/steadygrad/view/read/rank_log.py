@@ -73,6 +73,7 @@ class RankLogs:
         self._round += 1
         if self._run.is_file() or not self._run.is_dir():
             return
+        # Sorted as numbers: by name, rank_10 would come before rank_2
         found = sorted(int(match[1]) for one in self._run.iterdir() if (match := NAME.fullmatch(one.name)))
         self.num_left_out = max(0, len(found) - MAX_RANKS)
         for rank in found[:MAX_RANKS]:
@@ -81,21 +82,21 @@ class RankLogs:
 
     def note(self, incident: Row) -> Row:
         """Remember an incident that rank 0 reported; return it, with the rank added if it is about a batch."""
-        if not self._logs:
+        if not self._logs:  # a single process: nothing to recognise
             return incident
         self._shared[_find_key(incident)] = None
         if len(self._shared) > MAX_KEYS:
-            del self._shared[next(iter(self._shared))]
+            del self._shared[next(iter(self._shared))]  # the oldest: dicts keep their order
         return {**incident, "rank": 0} if _is_about_batch(incident) else incident
 
     def read(self, *, finish: bool = False) -> bool:
         """Read what is new in each file; return whether anything was."""
         fed = False
         for log in self._logs.values():
-            rows = [*log.tail.read(), *(log.tail.finish() if finish else ())]
-            for row in rows:
+            before = log.tail.offset
+            for row in [*log.tail.read(), *(log.tail.finish() if finish else ())]:
                 log.feed(row, self._round)
-            fed = fed or bool(rows)
+            fed = fed or log.tail.offset > before
         return fed
 
     @property
@@ -107,6 +108,8 @@ class RankLogs:
         """Return incidents that only one rank reported: rank 0 is past their step, or wrote nothing for a round."""
         own: list[Row] = []
         for log in self._logs.values():
+            # A rank may write an incident before rank 0 does, so it waits: one round at most, because rank 0 may be
+            # dead
             is_due = [finish or find_step(one) < last_step or then < self._round for then, one in log.waiting]
             due = [one for (_, one), now in zip(log.waiting, is_due) if now]
             log.waiting = [pair for pair, now in zip(log.waiting, is_due) if not now]

@@ -69,11 +69,13 @@ class RunReader:
         while True:  # at least one round, so that it makes progress however little time there is
             fed = False
             for tail, feed in zip(self._tails, self._feeds):
-                rows = tail.read()
+                before, rows = tail.offset, tail.read()
+                # Before feeding: these rows are of another run than what is kept
                 if tail.num_restarts:
                     return self._begin_again()
                 feed(rows)
-                fed = fed or bool(rows)
+                fed = fed or tail.offset > before  # no rows are not the end: all these lines may be corrupt
+            # After rank 0's own files, so that what all ranks report is known when theirs is compared
             fed = self.ranks.read() or fed
             if self.ranks.is_replaced:
                 return self._begin_again()
@@ -96,6 +98,7 @@ class RunReader:
     def _read_together(self) -> None:
         """Read steps and layers by several processes, if nothing was read yet and they are large enough."""
         tails = self._tails[:2]
+        # The workers open the files by themselves, without the check of `within`, so the server never takes this way
         if self.path.is_file() or self._within is not None or any(tail.offset for tail in tails):
             return
         found = read_together([tail.path for tail in tails], self._max_buckets)
@@ -107,7 +110,7 @@ class RunReader:
                 for log, part in zip(mine, theirs):
                     log.join(part)
                 tail.num_bad += num_bad
-                tail.skip_to(end)
+                tail.skip_to(end)  # the parts come in order, so the last one's end stays
 
     def open_tail(self, path: Path) -> Tail:
         """Return the reader of one of its files, from its beginning."""
@@ -138,11 +141,13 @@ class RunReader:
         path = self.path / "run.json"
         tail = Tail(path, within=self._within)
         size = tail.num_bytes
+        # The size stands for the content: run.json only changes by what a start or an end adds to it
         if size == self._about_size or not 0 < size <= MAX_RUN_BYTES:
             return False
         self._about_size = size
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
+        # RecursionError: brackets nested a thousand deep, from a corrupt or hostile file
         except (OSError, ValueError, RecursionError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is truncated or corrupt"
             self._about_note = f"run.json cannot be read: {why}"
@@ -234,6 +239,8 @@ class RunReader:
             if self._about_size < 0:
                 notes.append("run.json is missing")
         for tail in self._tails:
+            if tail.problem:
+                notes.append(f"{tail.path.name} cannot be read: {tail.problem}")
             if tail.num_bad:
                 lines = "line" if tail.num_bad == 1 else "lines"
                 notes.append(f"{tail.num_bad} {lines} of {tail.path.name} truncated or corrupt, left out")
@@ -298,6 +305,7 @@ def find_trainings(root: Path, *, max_depth: int = 3) -> list[list[Path]]:
     if max_depth == 0:
         return []
     try:
+        # A link could lead out of the folder, or back into it without an end
         folders = sorted(one for one in root.iterdir() if one.is_dir() and not one.is_symlink())
     except OSError:
         return []
@@ -311,7 +319,7 @@ def _take_norms(table: list[Any]) -> list[float]:
         bad = any(cells[2] for cells in table)
     except (TypeError, LookupError):
         bad = True
-    if not bad and set(map(type, norms)) == {float}:
+    if not bad and set(map(type, norms)) == {float}:  # an int or a word takes the slow way
         return norms
     return [_norm_of(cells) for cells in table]
 

@@ -50,6 +50,7 @@ def find_state(
     ended = find_end(about)
     if ended:
         how = ended.get("how")
+        # A word of a newer version must not raise
         return State(how) if how in ("finished", "halted", "stopped", "failed") else State.FINISHED
     holder = _find_holder(path, within)
     if holder is Holder.GONE:
@@ -71,6 +72,7 @@ def find_end(about: Mapping[str, Any]) -> Mapping[str, Any]:
 def _find_holder(path: Path, within: Path | None) -> Holder:
     """Return who holds the run; the lock of a further guard of a training is in the folder above."""
     folder = path.parent if PART.fullmatch(path.name) and not (path / NAME).exists() else path
+    # The lock is read and its process looked up: not for a link that leads out of the folder
     if within is not None and not (folder / NAME).resolve().is_relative_to(within):
         return Holder.NONE
     return find_holder(folder)

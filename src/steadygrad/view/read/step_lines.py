@@ -52,6 +52,7 @@ class StepLines:
 def read_step_lines(text: bytes) -> StepLines | None:
     """Return the columns of complete lines; None unless every line has the usual form, with one learning rate."""
     rows = _LINE.findall(text)
+    # findall skips what does not match: only the count shows that a line was left out
     if not rows or len(rows) != text.count(b"\n"):
         return None
     steps, loss, norm, clip, clipped, skipped, rate, scale, dropped, time = zip(*rows)
@@ -65,7 +66,7 @@ def read_step_lines(text: bytes) -> StepLines | None:
             skipped=[one == b"true" for one in skipped],
             learning_rate=_read(rate),
             loss_scale=_read(scale),
-            num_dropped=[0] if set(dropped) == {b"0"} else list(map(int, dropped)),
+            num_dropped=[0] if set(dropped) == {b"0"} else list(map(int, dropped)),  # only ever summed
             time_seconds=_read(time),
         )
     except ValueError:  # a word where a number belongs

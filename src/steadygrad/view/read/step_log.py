@@ -74,9 +74,9 @@ class StepLog:
         self.last_loss: float | None = None
         """The newest finite loss."""
         self.last_finite_step = -1
-        """The newest step with a finite loss."""
+        """Step of the last finite loss."""
         self.first_lost_step: int | None = None
-        """The first step after it, whose loss was not finite; None if there is none."""
+        """Step of the first loss after it, which was not finite; None if there is none."""
         self.last_bad_step = -1
         """The newest step that was skipped or not finite."""
         self.clock = Clock()
@@ -119,7 +119,8 @@ class StepLog:
         """Return the columns of lines in any form."""
         found = _split_columns(rows)
         return StepLines(
-            steps=found["step"],  # type: ignore[arg-type]  # numbered below
+            # 0.0 and False equal 0: only what is an int may pass for the number of a step
+            steps=[step if type(step) is int else -1 for step in found["step"]],
             loss=_as_numbers(found["loss"]),
             grad_norm=_as_numbers(found["grad_norm"]),
             clip_coefficient=_as_numbers(found["clip_coefficient"]),
@@ -135,6 +136,7 @@ class StepLog:
         """Add the steps that follow, read by another process."""
         if not later.num_steps:
             return
+        # Before `last_step` is replaced below
         border = later.first_step <= self.last_step
         self.num_returns += later.num_returns + (border and self.num_steps > 0)
         self._join_rates(later)
@@ -156,6 +158,7 @@ class StepLog:
         self.last_step, self.last = later.last_step, later.last
         if later.first_time is not None:
             goes_on = later.first_time >= self._last_time
+            # `later` counted from 0 to its first time stamp: where the run merely goes on, that time is in ours already
             offset = self.seconds - (self._last_time if goes_on else 0.0)
             self.clock.join(later.clock, offset)
             self.first_time = later.first_time if self.first_time is None else self.first_time
@@ -182,15 +185,16 @@ class StepLog:
         if later.best_loss is not None:
             self.best_loss = min(self.best_loss or (math.inf, 0), later.best_loss)
 
-    def _number(self, found: Sequence[object]) -> list[int]:
-        """Return the step of each line; a line without one follows the line before."""
+    def _number(self, found: Sequence[int]) -> list[int]:
+        """Return the step of each line; a line without one (-1) follows the line before."""
         if list(found) == list(range(self.last_step + 1, self.last_step + 1 + len(found))):
             self.last_step += len(found)
-            return list(found)  # type: ignore[arg-type]
+            return list(found)
         steps = []
         last = self.last_step
         for step in found:
-            known = step if type(step) is int and 0 <= step < 1 << 53 else last + 1
+            # Larger numbers are not exact as a float, which is all that the page's script has
+            known = step if 0 <= step < 1 << 53 else last + 1
             self.num_returns += known <= last
             steps.append(known)
             last = known
@@ -201,6 +205,7 @@ class StepLog:
         at, known, _ = _split_finite(steps, rates)
         last = self.last.get("learning_rate")
         before = known[:1] if last is None or not math.isfinite(last) else [last]
+        # Saves the loop below at nearly every batch
         if not known or max(before[0], max(known)) < RATE_JUMP * min(before[0], min(known)):
             return
         for step, (old, new) in zip(at, pairwise((*before, *known))):
@@ -214,13 +219,13 @@ class StepLog:
             if values:
                 curve.extend_finite(finite_steps, values)
             if name == "loss":
-                self._follow_losses(finite_steps, values, bad_steps)
+                self._follow_losses(finite_steps, values, _find_lost(steps, columns[name]) if bad_steps else [])
             if name == "grad_norm" and values:
                 high = max(values)
                 self._follow_norm(high, finite_steps[values.index(high)])
             if name in ("loss", "grad_norm"):
                 bad |= bad_steps
-        self.num_nonfinite += len(bad)
+        self.num_nonfinite += len(bad)  # a step with a bad loss and a bad norm counts once
         self.last_bad_step = max(self.last_bad_step, *bad) if bad else self.last_bad_step
         self.nonfinite.extend(sorted(bad), [True] * len(bad))
 
@@ -228,21 +233,18 @@ class StepLog:
         if self.worst_norm is None or norm > self.worst_norm[0]:  # of equal ones the first
             self.worst_norm = (norm, step)
 
-    def _follow_losses(self, steps: list[int], losses: list[float], bad_steps: set[int]) -> None:
-        later = [step for step in bad_steps if step > (steps[-1] if losses else self.last_finite_step)]
-        if not losses:
-            self.num_lost += len(bad_steps)
-            self.first_lost_step = min(later, default=None) if self.first_lost_step is None else self.first_lost_step
-            return
-        self.first_loss = losses[0] if self.first_loss is None else self.first_loss
-        self.last_loss = losses[-1]
-        self.first_lost_step = min(later, default=None)
-        self.first_losses += losses[: EDGE - len(self.first_losses)]
-        self.last_losses.extend(losses[-EDGE:])
-        low = min(losses)
-        self.best_loss = min(self.best_loss or (math.inf, 0), (low, steps[losses.index(low)]))
-        self.last_finite_step = steps[-1]
-        self.num_lost = len(later)
+    def _follow_losses(self, steps: list[int], losses: list[float], lost: list[int]) -> None:
+        if losses:
+            self.first_loss = losses[0] if self.first_loss is None else self.first_loss
+            self.last_loss, self.last_finite_step = losses[-1], steps[-1]
+            self.first_losses += losses[: EDGE - len(self.first_losses)]
+            self.last_losses.extend(losses[-EDGE:])
+            low = min(losses)
+            self.best_loss = min(self.best_loss or (math.inf, 0), (low, steps[losses.index(low)]))
+            self.first_lost_step, self.num_lost = None, 0
+        if lost:
+            self.first_lost_step = lost[0] if self.first_lost_step is None else self.first_lost_step
+            self.num_lost += len(lost)
 
     def _count(self, steps: list[int], skipped: list[bool], clipped: list[bool], dropped: list[int]) -> None:
         self.num_steps += len(steps)
@@ -293,7 +295,7 @@ class StepLog:
         else:
             totals = []
             for before, time in pairwise((self._last_time, *known)):
-                passed = time - before if time >= before else max(0.0, time)
+                passed = time - before if time >= before else max(0.0, time)  # the clock went back: a start from 0
                 totals.append((totals[-1] if totals else self.seconds) + passed)
         self.clock.extend(at, totals)
         self.first_time = known[0] if self.first_time is None else self.first_time
@@ -343,9 +345,21 @@ def _multiply(norms: Numbers, coefficients: Numbers, where: list[bool]) -> Numbe
     ]
 
 
+def _find_lost(steps: list[int], losses: Numbers) -> list[int]:
+    """Return the steps since the last finite loss; by their place in the file, because a resume goes back in steps."""
+    lost: list[int] = []
+    for step, loss in zip(reversed(steps), reversed(losses)):
+        if loss is not None:
+            if math.isfinite(loss):
+                break
+            lost.append(step)
+    return lost[::-1]
+
+
 def _split_finite(steps: list[int], values: Numbers) -> tuple[list[int], list[float], set[int]]:
     """Return the finite values with their steps, and the steps whose value is not finite."""
     try:
+        # One pass in C: a NaN or an Inf survives the sum; finite values that overflow it only take the slow way
         if math.isfinite(sum(values)):  # type: ignore[arg-type]
             return steps, values, set()  # type: ignore[return-value]
     except TypeError:  # some are None

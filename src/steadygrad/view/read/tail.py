@@ -32,6 +32,8 @@ class Tail:
         self._offset, self._inode = 0, -1
         self.num_bad = 0
         """Number of lines that were not JSON objects."""
+        self.problem = ""
+        """Why it could not be read the last time; empty if it could."""
         self.num_restarts = 0
         """How often the file was found replaced or truncated: what was read before no longer holds."""
 
@@ -54,14 +56,20 @@ class Tail:
         size = self._look()
         if size <= self._offset:
             return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            chunk = file.read(CHUNK_BYTES if end is None else max(0, min(CHUNK_BYTES, end - self._offset)))
-            length = chunk.rfind(b"\n") + 1
-            if length == 0 and len(chunk) == CHUNK_BYTES:
-                chunk += file.readline(MAX_LINE_BYTES)
-                length = len(chunk) if chunk.endswith(b"\n") or len(chunk) > MAX_LINE_BYTES else 0
-        self._offset += length
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read(CHUNK_BYTES if end is None else max(0, min(CHUNK_BYTES, end - self._offset)))
+                length = chunk.rfind(b"\n") + 1
+                if length == 0 and len(chunk) == CHUNK_BYTES:
+                    # A line longer than a chunk; beyond the limit it is taken in pieces, each of them a bad line, so
+                    # that reading goes on
+                    chunk += file.readline(MAX_LINE_BYTES)
+                    length = len(chunk) if chunk.endswith(b"\n") or len(chunk) > MAX_LINE_BYTES else 0
+        except OSError as error:
+            return self._give_up(error)
+        self.problem = ""
+        self._offset += length  # only complete lines: half a line is read again when it has its end
         known = None if self._quick is None else self._quick(chunk[:length])
         return self._parse(chunk[:length]) if known is None else known
 
@@ -69,9 +77,12 @@ class Tail:
         """Return the last line if it is a complete object without a newline; count it as bad if it is truncated."""
         if self.num_unread_bytes == 0:
             return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            rest = file.read(MAX_LINE_BYTES)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                rest = file.read(MAX_LINE_BYTES)
+        except OSError as error:
+            return self._give_up(error)
         self._offset += len(rest)
         return self._parse(rest)
 
@@ -96,6 +107,8 @@ class Tail:
         found = self._stat()
         if found is None:
             return 0
+        # An atomic rewrite gives a new inode, a truncation a smaller size; one rewritten in place and longer is not
+        # noticed
         if self._offset > found.st_size or (self._offset and found.st_ino != self._inode):
             self._offset = self.num_bad = 0
             self.num_restarts += 1
@@ -107,17 +120,21 @@ class Tail:
             found = self.path.stat()
         except (OSError, ValueError):
             return None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
             return None
         if self._within is not None and not self.path.resolve().is_relative_to(self._within):
             return None
         return found
 
+    def _give_up(self, error: OSError) -> list[Row]:
+        self.problem = error.strerror or str(error)
+        return []
+
     def _parse(self, text: bytes) -> list[Row]:
         lines = [line for line in text.split(b"\n") if line and not line.isspace()]
         rows = _parse_together(lines)
         if rows is None:
-            rows = [row for line in lines if (row := _parse_one(line)) is not None]
+            rows = [row for line in lines if (row := parse_line(line)) is not None]
         self.num_bad += len(lines) - len(rows)
         return rows
 
@@ -128,11 +145,13 @@ def _parse_together(lines: list[bytes]) -> list[Row] | None:
         rows = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
         return None
+    # Two broken lines can make one valid object together: only as many objects as lines are believed
     whole = len(rows) == len(lines) and all(type(row) is dict for row in rows)
     return rows if whole else None
 
 
-def _parse_one(line: bytes) -> Row | None:
+def parse_line(line: bytes) -> Row | None:
+    """Return the object of one line; None if it is anything else."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -144,8 +163,8 @@ def as_number(value: object) -> float | None:
     """Return a number, also from the record's spelling of a non-finite one; None for anything else."""
     if type(value) is float:
         return value
-    if type(value) is int:
-        return float(value) if abs(value) < 1 << 1000 else None
+    if type(value) is int:  # not isinstance: True is an int
+        return float(value) if abs(value) < 1 << 1000 else None  # float() raises above 2 ** 1024
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
     return None

@@ -41,10 +41,11 @@ class Part:
         with path.open("rb") as file:
             for i in range(1, count):
                 file.seek(max(edges[-1], i * size // count))
-                file.readline()
+                file.readline()  # to the end of the line that the edge fell into
                 edges.append(min(file.tell(), size))
             file.seek(max(0, size - (1 << 20)))
             tail = file.read()
+        # The last newline, looked for in the last MiB: what follows it may still grow, and is left to the caller
         edges.append(size - (len(tail) - tail.rfind(b"\n") - 1))
         return [cls(path, start, end) for start, end in pairwise(edges) if end > start]
 
@@ -63,6 +64,7 @@ def read_together(paths: Sequence[Path], max_buckets: int) -> list[list[Any]] | 
     counts = [max(1, round(PARTS_EACH * processes * size / sum(sizes))) for size in sizes]
     try:
         parts = [Part.split(path, count) if size else [] for path, count, size in zip(paths, counts, sizes)]
+        # The threads only wait, each for a process; multiprocessing would import the user's main module in every one
         with ThreadPoolExecutor(processes) as pool:
             waiting = [[pool.submit(_read_apart, part, max_buckets) for part in several] for several in parts]
             return [[one.result() for one in several] for several in waiting]
@@ -72,10 +74,13 @@ def read_together(paths: Sequence[Path], max_buckets: int) -> list[list[Any]] | 
 
 def _read_apart(part: Part, max_buckets: int) -> Any:
     """Read a part in a process of its own; what it sends comes from this very program."""
-    command = [sys.executable, "-c", "from steadygrad.view.read.worker import main; main()"]
+    # -P: modules in the current directory, such as a json.py, must not be run
+    command = [sys.executable, "-P", "-c", "from steadygrad.view.read.worker import main; main()"]
     given = [str(part.path), str(part.start), str(part.end), str(max_buckets)]
+    # The worker must find the same steadygrad, also where it was put on the path by hand
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [*command, *given], check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
     )
+    # Unpickles what our own process wrote to a pipe, never a file
     return pickle.loads(done.stdout)

@@ -16,7 +16,12 @@ def main() -> None:
     tail = reader.open_tail(path)
     tail.skip_to(start)
     feed = reader.feed_of(path)
-    while tail.offset < end and (rows := tail.read(end)):
-        feed(rows)
+    before = -1
+    while before < tail.offset < end:
+        before = tail.offset
+        feed(tail.read(end))
+    if tail.problem:
+        sys.exit(tail.problem)  # the caller then reads the file itself, and has the note
     found = (reader.steps,) if path.name == "steps.jsonl" else (reader.norms, reader.ratios)
+    # Standard output is the channel: anything printed here would corrupt the pickle
     sys.stdout.buffer.write(pickle.dumps((found, tail.num_bad, tail.offset)))

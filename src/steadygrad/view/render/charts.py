@@ -108,6 +108,7 @@ def _list_points(steps: list[int], values: list[float], *, thin: bool = False) -
     y = [_round(value) for value in values]
     if thin:
         last = len(y) - 1
+        # The ends of a flat stretch stay: it is drawn as a line between them
         kept = [i for i in range(len(y)) if i in (0, last) or not y[i - 1] == y[i] == y[i + 1]]
         return {"x": [steps[i] for i in kept], "y": [y[i] for i in kept]}
     return {"x": steps, "y": y}
@@ -156,4 +157,5 @@ def _list_cells(table: LayerMap) -> dict[str, Any] | None:
 
 
 def _round(value: float) -> float:
+    # Five digits: more than a screen shows, and far fewer bytes in the page
     return float(f"{value:.5g}")

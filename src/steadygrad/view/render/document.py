@@ -27,6 +27,7 @@ SCRIPTS = ("series.js", "chart.js", "page.js")
 def make_document(title: str, body: Html, *, data: Html) -> str:
     """Return a self-contained document; `data` is JSON for the scripts."""
     scripts = [read_asset(name) for name in SCRIPTS]
+    # Of the very text that is embedded: one changed character, and the browser runs nothing
     hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
     head = [
@@ -35,6 +36,7 @@ def make_document(title: str, body: Html, *, data: Html) -> str:
         *make_head(title),
         tag("style", Html(read_asset("page.css"))),
     ]
+    # Not escaped: a script element holds raw text. So no script of ours may contain its end tag
     run = [tag("script", Html(script)) for script in scripts]
     numbers = tag("script", data, type="application/json", id="data")
     page = tag("body", render_top(title), tag("main", body, id="main"), render_foot(), numbers, *run)

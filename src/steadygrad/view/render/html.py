@@ -35,6 +35,7 @@ def tag(name: str, /, *children: str | Html | None, **attributes: str | bool | N
 
 def join(children: Iterable[str | Html | None]) -> Html:
     """Join several pieces; escape plain strings, skip None."""
+    # str methods return plain str: what was cut or formatted from an Html is escaped again, which is safe
     pieces = (one if isinstance(one, Html) else html.escape(one) for one in children if one is not None)
     return Html("".join(pieces))
 
@@ -62,6 +63,7 @@ def make_pairs(pairs: Iterable[tuple[str, str | Html]]) -> Html:
 
 def to_script_json(value: Any) -> Html:
     """Return JSON for a script element, escaped so that it cannot end that element or begin a comment."""
+    # NaN is not JSON: JSON.parse would refuse the whole page
     text = json.dumps(to_plain(value), allow_nan=False, separators=(",", ":"))
     return Html(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 

@@ -136,6 +136,7 @@ def render_story(run: RunReader, key: str) -> Html:
     story = write_story(run)
     if not story.episodes:
         return Html("")
+    # By id(), because problems have no hash; in the order in which render_incidents numbers its targets
     numbers = {id(problem): i for i, problem in enumerate(run.incidents.problems)}
     shown = story.episodes[:MAX_EPISODES]
     episodes = [_render_episode(one, f"{key}-incident-{numbers[id(one.problem)]}") for one in shown]
@@ -310,7 +311,7 @@ def render_ranks(ranks: RankLogs) -> Html:
 
 def _list_rank(log: RankLog, newest: int) -> list[str | Html]:
     step: str | Html = "-" if log.last_step is None else f"{log.last_step:,}"
-    if newest - (log.last_step or 0) >= BEHIND:
+    if newest - (log.last_step or 0) >= BEHIND:  # a rank that never wrote a step counts as at 0
         step = tag("span", f"{step}, behind", class_="badge warning")
     return [
         f"rank {log.rank}",

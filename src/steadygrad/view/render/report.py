@@ -37,6 +37,8 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     for run, name in zip(runs, name_apart([run.path for run in runs])):
         run.read_all().name = name
     text = render_report(runs)
+    # In the same folder, because a rename is atomic only within one file system; the process number keeps two writers
+    # apart
     aside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -44,7 +46,7 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror or error}. Name another place: -o FILE.") from None
     finally:
-        aside.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)  # gone already after the rename
     return runs
 
 
@@ -54,6 +56,7 @@ def list_named_runs(paths: Sequence[str | Path]) -> list[Path]:
     for path in map(Path, paths):
         inside = [] if path.is_file() or is_run(path) else find_runs(path)
         found += inside or list_parts(path)  # one that is not a run is refused when it is opened
+    # Each once by where it really is, under the name that the user gave
     return list({path.resolve(): path for path in found}.values())
 
 

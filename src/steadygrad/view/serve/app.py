@@ -39,6 +39,7 @@ BEAT_SECONDS = 15
 def make_app(root: Path, *, token: str | None = None, is_ending: Callable[[], bool] = lambda: False) -> Gate:
     """Build the application for one folder; a token, if set, is required. `is_ending` ends every stream."""
     import_extra("view", "starlette", what="the live page", error=UsageError)
+    # Imported here: starlette is an optional extra, and this module must import without it
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.gzip import GZipMiddleware
@@ -54,6 +55,8 @@ def make_app(root: Path, *, token: str | None = None, is_ending: Callable[[], bo
         Route("/events/{name:path}", pages.follow_run),
         Route("/assets/{name}", pages.give_asset),
     ]
+    # Gate outermost: nothing is routed before it has let a request in. Starlette's gzip leaves event streams alone,
+    # which it would hold back otherwise
     return Gate(Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=4096)]), token=token)
 
 
@@ -76,6 +79,7 @@ class Pages:
         run = await asyncio.to_thread(self._runs.find, name)
         if run is None:
             return _refuse()
+        # In a thread, like all that reads files or waits for a run's lock: the event loop serves every other page
         await asyncio.to_thread(run.look)
         return HTMLResponse(await asyncio.to_thread(run.ask, lambda reader: make_run_page(reader, name)))
 
@@ -86,6 +90,7 @@ class Pages:
     async def compare(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse, RedirectResponse
 
+        # Bounded, because each one opens files and keeps curves in memory
         names = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_COMPARED]
         if not names:
             return RedirectResponse("/", status_code=303)
@@ -110,6 +115,7 @@ class Pages:
         from starlette.responses import Response
 
         name = request.path_params["name"]
+        # A fixed list: the name never becomes part of a path unless it is in it
         if name in (*SCRIPTS, "live.js", "page.css"):
             kind = "text/css" if name.endswith(".css") else "text/javascript"
             return Response(read_asset(name), media_type=kind)
@@ -132,12 +138,13 @@ async def _send_changes(
 ) -> AsyncIterator[str]:
     sent: dict[str, str] = {}
     quiet = 0.0
+    # uvicorn waits for open streams when it shuts down, and these have no end of their own
     while not is_ending() and not await request.is_disconnected():
         pieces = await asyncio.to_thread(look)
         changes = find_changes(pieces, sent)
         if changes is not None:
             sent, quiet = pieces, 0.0
-            yield f"data: {changes}\n\n"
+            yield f"data: {changes}\n\n"  # to_json leaves no newline in it, which would end the event
         elif quiet >= BEAT_SECONDS:
             quiet = 0.0
             yield ": nothing new\n\n"

@@ -28,8 +28,11 @@ class PageServer:
         if not root.is_dir():
             raise UsageError(f"There is no folder {root}. Name the folder that holds your run directories.")
         uvicorn = import_extra("view", "uvicorn", what="the live page", error=UsageError)
+        # A record shows source lines, paths and pictures: any other machine needs a token to see it
         self.token = token if token is not None or is_loopback(host) else secrets.token_urlsafe(24)
+        # Bound before the server runs, so that a taken port is an error of ours and port 0 has a number to print
         self._socket = _bind(host, port)
+        # The lambda is called only while a request is served, when `_server` exists
         app = make_app(root, token=self.token, is_ending=lambda: bool(self._server.should_exit))
         quiet = {"log_level": "warning", "access_log": False, "server_header": False}
         config = uvicorn.Config(app, timeout_graceful_shutdown=3, lifespan="off", **quiet)
@@ -51,6 +54,7 @@ class PageServer:
         def is_serving(_record: logging.LogRecord) -> bool:
             return not self._server.should_exit
 
+        # uvicorn's logger of all messages, not only of errors
         log = logging.getLogger("uvicorn.error")
         log.addFilter(is_serving)
         try:
@@ -77,7 +81,7 @@ def serve_in_thread(root: Path, **settings: Any) -> Iterator[str]:
         yield server.address
     finally:
         server.stop()
-        thread.join(timeout=10)
+        thread.join(timeout=10)  # the thread is a daemon: a stuck page does not keep the process alive
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -59,6 +59,7 @@ class LiveRun:
             if changed or not self._pieces:
                 parts = {f"part:{name}": to_json(html) for name, html in render_parts(self._reader, KEY).items()}
                 self._pieces = parts | describe_pieces(self._reader, KEY)
+            # After the parts: a new state replaces their headline
             self._pieces |= self._find_state()
             self._pieces["progress"] = f"{self._reader.progress:.3f}"
             return dict(self._pieces)
@@ -79,6 +80,7 @@ class LiveRuns:
         self.root = root.resolve()
         self._open: OrderedDict[Path, LiveRun] = OrderedDict()
         self._lock = threading.Lock()
+        # A lock of its own: listing a slow disk takes seconds and must not hold up an open page
         self._list_lock, self._list_until = threading.Lock(), 0.0
         self._listed: list[RunGlance] = []
 
@@ -91,6 +93,7 @@ class LiveRuns:
             run = self._open.pop(path, None) or LiveRun(path, self.root)
             self._open[path] = run
             while len(self._open) > MAX_OPEN:
+                # Streams that follow the closed one keep their own reference, and go on
                 self._open.popitem(last=False)
         return run
 
@@ -111,7 +114,7 @@ class LiveRuns:
                 self._listed = list_glances(self.root)
                 took = time.monotonic() - start
                 self._list_until = time.monotonic() + max(LIST_SECONDS, 4 * took)  # at most a fifth of a core
-            return self._listed
+            return self._listed  # replaced as a whole and never changed, so it may be shared
 
 
 def describe_pieces(reader: RunReader, key: str) -> dict[str, str]:
@@ -127,6 +130,7 @@ def resolve_inside(root: Path, name: str) -> Path | None:
         path = (root / name).resolve()
     except (OSError, RuntimeError, ValueError):
         return None
+    # After resolving: `..` and links are gone, so that the comparison is about the real place
     return path if path.is_relative_to(root) else None
 
 

@@ -11,7 +11,7 @@ import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -43,11 +43,13 @@ class Gate:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
+        # Before any answer, so that refusals carry the headers too
         guarded = _add_headers(send)
         if scope["method"] not in ("GET", "HEAD"):
             await _answer(guarded, 405, "This page is read-only: it accepts only GET.", {"allow": "GET, HEAD"})
         elif self._token is not None:
             await self._let_in_by_token(scope, receive, guarded)
+        # A missing Host is refused as well: every browser sends one
         elif not _is_own_name(_read_header(scope, b"host")):
             await _answer(guarded, 403, "Refused: the Host header names another machine. Open http://127.0.0.1.")
         else:
@@ -57,15 +59,18 @@ class Gate:
         assert self._token is not None
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if self._is_right(query.pop("token", "")):  # keep it out of the address bar, the history and screenshots
+            # Not Secure: the server speaks plain HTTP. Strict: another site's link or form does not carry the token
             cookie = f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
-            target = scope["path"] + (f"?{urlencode(query)}" if query else "")
-            await _answer(send, 303, "", {"location": target.encode().decode("latin-1"), "set-cookie": cookie})
+            # One slash: two would name another host. Quoted, because the path has been decoded
+            target = quote("/" + scope["path"].lstrip("/")) + (f"?{urlencode(query)}" if query else "")
+            await _answer(send, 303, "", {"location": target, "set-cookie": cookie})
         elif self._is_right(_read_cookie(scope)) or self._is_right(_read_bearer(scope)):
             await self._app(scope, receive, send)
         else:
             await _answer(send, 401, "Refused: open the address with ?token=... that steadygrad view has printed.")
 
     def _is_right(self, given: str) -> bool:
+        # In constant time: `==` would show by its timing how many characters are right
         return self._token is not None and secrets.compare_digest(given.encode(), self._token.encode())
 
 
@@ -78,6 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_own_name(host: str) -> bool:
+    # [::1] has colons and no port
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     return is_loopback(name)
 

@@ -54,6 +54,7 @@ const Chart = (() => {
     }
     if (whole) gap = Math.max(1, gap);
     const ticks = [];
+    // Multiplied, not added up: rounding errors would grow along the axis
     for (let i = Math.ceil(from / gap - 1e-9); i * gap <= to + gap * 1e-9; i++) ticks.push(Number((i * gap).toPrecision(12)));
     return ticks;
   }
@@ -81,6 +82,7 @@ const Chart = (() => {
     const [from, to] = spec.range;
     const x = (value) => frame.left + ((value - from) / (to - from || 1)) * (frame.right - frame.left);
     const svg = make("svg", { viewBox: `0 0 ${width} ${spec.height}`, width, height: spec.height, "aria-hidden": "true" });
+    // url(#id) is looked up in the whole document: two charts must not share one
     const id = `clip-${Math.random().toString(36).slice(2)}`;
     const clip = make("clipPath", { id }, make("defs", {}, svg));
     make("rect", { x: frame.left, y: 0, width: frame.right - frame.left, height: spec.height }, clip);

@@ -5,9 +5,11 @@ document.addEventListener("DOMContentLoaded", () => {
 
   function replacePart(name, html) {
     const part = document.querySelector(`[data-part="${name}"]`);
+    // Compared with what was sent: innerHTML reads differently once scripts have added to it
     if (!part || part.dataset.text === html) return;
     if (part.querySelector("table.listed") && replaceRows(part, html)) return;
     const nameOf = (one) => one.id || one.querySelector("summary").textContent;
+    // Read before the HTML is replaced, which forgets what the user has opened, ticked and focused
     const open = [...part.querySelectorAll("details[open]")].map(nameOf);
     const focused = part.contains(document.activeElement) ? document.activeElement.closest("details, a") : null;
     const focusedId = focused && (focused.id || focused.getAttribute("href"));
@@ -23,6 +25,7 @@ document.addEventListener("DOMContentLoaded", () => {
 
   /* The list changes every second: a row that stays keeps its box, its focus and a click that has begun. */
   function replaceRows(part, html) {
+    // A document of its own: nothing in it is loaded or run before its rows are moved over
     const next = new DOMParser().parseFromString(html, "text/html").querySelector("table.listed");
     if (!next) return false;
     const nameOf = (row) => row.querySelector("input").value;

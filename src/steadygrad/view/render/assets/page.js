@@ -12,6 +12,7 @@ const steadygrad = (() => {
   const zooms = {};           // group of charts that move together -> what it shows, when not all
   const dirty = new Set();    // figures to draw when they come into view
   const printing = { on: false };
+  // Keyed by the objects themselves: a piece that is not sent again keeps its series, a replaced one is freed
   let known = new WeakMap();  // points -> their series, in the axis shown
   let pictures = new WeakMap();
 
@@ -220,6 +221,7 @@ const steadygrad = (() => {
   /* Those in view now, the others when they come into view; one that has nothing to show stays hidden. */
   function drawEverything() {
     for (const figure of figures()) {
+      // A hidden figure has no box: only drawing it shows whether there is something in it now
       const isShown = printing.on || isNear(figure) || figure.hidden;
       if (isShown) draw(figure); else dirty.add(figure);
     }
@@ -333,6 +335,7 @@ const steadygrad = (() => {
     plot.addEventListener("pointermove", (event) => {
       if (!plot.state) return;
       if (start !== null && Math.abs(place(event) - start) > 5) {
+        // Only once it is a drag: a captured pointer would take the click away from the mark under it
         if (!plot.hasPointerCapture(event.pointerId)) plot.setPointerCapture(event.pointerId);
         const { frame, select } = plot.state;
         const ends = [start, place(event)].map((one) => Math.max(frame.left, Math.min(frame.right, one))).sort((a, b) => a - b);
@@ -433,6 +436,7 @@ const steadygrad = (() => {
     link.href = URL.createObjectURL(blob);
     link.download = name;
     link.click();
+    // The download starts after this returns: freed at once, it would find nothing
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   }
 
@@ -524,6 +528,7 @@ const steadygrad = (() => {
     const closed = [...document.querySelectorAll("details:not([open])")];
     Object.assign(printing, { on: true, theme: root.dataset.theme || "", closed });
     root.dataset.theme = "light";
+    // All drawn before this returns: the browser lays out the paper right after the event
     printing.closed.forEach((one) => { one.open = true; });
     document.querySelectorAll(".plot").forEach((plot) => { plot.style.width = "680px"; });
     drawEverything();
@@ -593,6 +598,7 @@ const steadygrad = (() => {
 
   function tellTimes() {
     for (const one of document.querySelectorAll("time[datetime]")) {
+      // The first text is kept, because the lines below replace it and this runs every ten seconds
       one.dataset.text = one.dataset.text || one.textContent;
       const seconds = Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000);
       const ago = seconds < 100 ? `${Math.round(seconds)} s` : seconds < 6000 ? `${Math.round(seconds / 60)} min` : seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;

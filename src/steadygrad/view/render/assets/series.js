@@ -10,18 +10,21 @@ const Series = (() => {
     return series;
   }
 
+  function findExtremes(y, from, to) {
+    let least = from, most = from;
+    for (let i = from + 1; i < to; i++) {
+      if (y[i] < y[least]) least = i;
+      if (y[i] > y[most]) most = i;
+    }
+    return [least, most];
+  }
+
   function raise(series) {
     const { y, levels } = series;
     let size = FIRST, count = Math.ceil(y.length / size);
     let low = new Int32Array(count), high = new Int32Array(count);
     for (let block = 0; block < count; block++) {
-      let least = block * size, most = least;
-      const end = Math.min(y.length, least + size);
-      for (let i = least + 1; i < end; i++) {
-        if (y[i] < y[least]) least = i;
-        if (y[i] > y[most]) most = i;
-      }
-      low[block] = least; high[block] = most;
+      [low[block], high[block]] = findExtremes(y, block * size, Math.min(y.length, (block + 1) * size));
     }
     levels.push({ size, low, high });
     while (count > 64) {
@@ -57,13 +60,16 @@ const Series = (() => {
       for (let i = start; i < end; i++) picked.push(i);
       return picked;
     }
-    picked.push(start);
-    for (let block = Math.ceil(start / level.size); block * level.size < end; block++) {
-      const low = level.low[block], high = level.high[block];
-      if (low >= end || high >= end) break;
-      if (low < high) picked.push(low, high); else if (high < low) picked.push(high, low); else picked.push(low);
-    }
-    if (end > start) picked.push(end - 1);
+    const add = (...places) => {
+      for (const at of places.sort((a, b) => a - b)) if (picked.at(-1) !== at) picked.push(at);
+    };
+    // The blocks at both ends are only partly shown: what the pyramid knows of them may lie outside
+    const first = Math.ceil(start / level.size), last = Math.floor(end / level.size);
+    add(start);
+    if (start < first * level.size) add(...findExtremes(series.y, start, first * level.size));
+    for (let block = first; block < last; block++) add(level.low[block], level.high[block]);
+    if (last * level.size < end) add(...findExtremes(series.y, last * level.size, end));
+    add(end - 1);
     return picked;
   }
 
