@@ -3,11 +3,12 @@
 On CUDA GPT-2 124M eager, compiled and with CUDA graphs, and 774M compiled, bf16 autocast, fused AdamW, T=1024. On the
 CPU an MLP and a CNN that take about a millisecond a step, and a 10M-parameter GPT, with one thread. Each way has a
 model, an optimizer and, where it is guarded, a new Guard with everything on, its first snapshot included; the ways take
-turns of a few steps. On CUDA they share one process, and a step's time is that between two events. On the CPU each has
-a process of its own, so that one can be `steadygrad run`, and the time of a step is the CPU time of that process: other
-programs on the machine change it little. `worst ten` is the slowest stretch of ten consecutive steps.
+turns of a few steps. On CUDA they share a process, one for each model, and a step's time is that between two events. On
+the CPU each has a process of its own, so that one can be `steadygrad run`, and the time of a step is the CPU time of
+that process: other programs on the machine change it little. `worst ten` is the slowest stretch of ten consecutive
+steps.
 
-    python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--quick]
+    python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,11 +205,11 @@ def time_turn(way: Way, count: int) -> None:
 # --- on CUDA: all ways in one process ---------------------------------------------------------------------------------
 
 
-def run_on_cuda(scenario: Scenario, steps: int) -> tuple[dict[str, Any], dict[str, int]]:
+def run_on_cuda(scenario: Scenario, steps: int, without: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return times and findings of each way, and the memory of all."""
     gc.collect()
     torch.cuda.empty_cache()
-    ways = {title: kind(scenario, "cuda") for title, kind in WAYS.items()}
+    ways = {title: kind(scenario, "cuda") for title, kind in WAYS.items() if title not in without}
     for way in ways.values():
         for i in range(WARM_UP):
             way.plain_step(way.batches[i % POOL])
@@ -262,10 +263,10 @@ class Child:
         return json.loads(answer)
 
 
-def run_on_cpu(scenario: str, steps: int) -> tuple[dict[str, Any], dict[str, int]]:
+def run_on_cpu(scenario: str, steps: int, without: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return times, findings and memory of each way."""
     with tempfile.TemporaryDirectory() as folder:
-        children = {title: Child(scenario, title, folder) for title in (*WAYS, RUN)}
+        children = {title: Child(scenario, title, folder) for title in (*WAYS, RUN) if title not in without}
         for count in list_turns(steps):
             for child in children.values():
                 child.ask(str(count))
@@ -299,9 +300,12 @@ def list_turns(steps: int) -> list[int]:
     return [TURN] * (steps // TURN) + ([steps % TURN] if steps % TURN else [])
 
 
-def run_scenario(name: str, device: str, steps: int) -> dict[str, Any]:
+def run_scenario(name: str, device: str, steps: int, without: Sequence[str]) -> dict[str, Any]:
     """All ways of one scenario, in turns."""
-    ways, memory = run_on_cuda(SCENARIOS[device][name], steps) if device == "cuda" else run_on_cpu(name, steps)
+    if device == "cuda":
+        ways, memory = run_on_cuda(SCENARIOS[device][name], steps, without)
+    else:
+        ways, memory = run_on_cpu(name, steps, without)
     rows: dict[str, Any] = {}
     base = statistics.fmean(ways["plain"]["times"])
     base_ten = statistics.fmean(worst_ten(ways["plain"]["times"]))
@@ -333,6 +337,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--only", default="", help="scenarios whose name has this in it")
     parser.add_argument("--steps", type=int, default=0, help="instead of the scenario's own number")
+    parser.add_argument("--without", action="append", default=[], choices=[*WAYS], help="a way to leave out")
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps; nothing is written")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--way", default="plain", help=argparse.SUPPRESS)
@@ -346,7 +351,7 @@ def main() -> None:
     for name, scenario in SCENARIOS[args.device].items():
         if args.only in name:
             steps = args.steps or (scenario.steps // 10 if args.quick else scenario.steps)
-            table[name] = run_scenario(name, args.device, steps)
+            table[name] = run_scenario(name, args.device, steps, args.without)
     print("\nwritten:", write_results(f"long_run_{args.device}", table, quick=args.quick or bool(args.only)))
 
 

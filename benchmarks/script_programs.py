@@ -37,7 +37,7 @@ SMALL_RUN = ("--output_dir", "out", "--save_strategy", "no", "--report_to", "non
 SMALL_TRL = (*SMALL_RUN, "--model_name_or_path", "model", "--dataset_name", "rows", "--bf16", "false")
 NANO = "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=2 --eval_interval=100 --n_layer=2"
 NANO_SMALL = "--block_size=32 --batch_size=4 --n_head=2 --n_embd=32 --max_iters=30 --gradient_accumulation_steps=2"
-TIMM = "--data-dir pictures --model resnet10t --device cpu --img-size 32 -b 4 --epochs 1 --warmup-epochs 0 --workers 0"
+TIMM = "--data-dir pictures --model resnet10t --device cpu --img-size 32 -b 4 --epochs 1 --warmup-epochs 0 --workers 1"
 CLM = "--model_name_or_path model --train_file corpus/train.txt --do_train --per_device_train_batch_size 2"
 CLM_SMALL = "--block_size 32 --max_steps 20"
 
@@ -126,6 +126,7 @@ REPOSITORIES = {
             *("main.py", "--data", "corpus", "--model", "Transformer", "--emsize", "32", "--nhid", "32", "--epochs"),
             *("1", "--use-optimizer", "--lr", "0.001"),
         ),
+        bad_call=3,
         repository="pytorch/examples",
         part="word_language_model",
         material=("corpus", "corpus"),
@@ -138,6 +139,7 @@ REPOSITORIES = {
     "dqn.py": Program(
         ("-m", "cleanrl.dqn", "--total-timesteps", "700", "--learning-starts", "200", "--no-cuda"),
         ("torch", "gymnasium"),
+        bad_call=82,  # a batch that it learns from; most calls choose an action
         repository="vwxyzjn/cleanrl",
     ),
     "timm train.py": Program(

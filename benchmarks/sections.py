@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from peer_tables import render_all_peers, render_beside_harm, render_more_of_peers, render_traincheck
 from tables import (
     RESCUERS,
     RESULTS,
@@ -22,8 +23,6 @@ from tables import (
     read,
     render_guarded_step,
     render_long_run,
-    render_peer_table,
-    render_peers_harm,
     render_table,
     render_whole_step,
     show_cost,
@@ -118,22 +117,6 @@ def show_steps(steps: list[int | None]) -> str:
     if len(known) < 2:
         return "".join(map(str, known))
     return f"{statistics.median_low(known)}, {max(known)}"
-
-
-def render_more_of_peers(results: Results) -> str:
-    """The README's table, and what else was seen."""
-    notes = []
-    if results["missing"]:
-        notes.append(f"Not installed when this was measured: {', '.join(results['missing'])}.")
-    symile = results.get("symile")
-    if symile:
-        ours, theirs = symile["steadygrad"], symile["symile"]
-        notes.append(
-            f"`symile` over {symile['num_modalities']} modalities, all combinations, batch {symile['batch']}: loss "
-            f"{theirs['loss']:.5f} in {theirs['milliseconds']:.1f} ms; `multiway_contrastive`: {ours['loss']:.5f} in "
-            f"{ours['milliseconds']:.1f} ms (forward and backward)."
-        )
-    return "\n\n".join([render_peer_table(results), *notes])
 
 
 def render_rescue(results: Results) -> str:
@@ -417,12 +400,6 @@ def show_recipe(found: Results) -> list[str]:
     return [found["about"], *numbers, memory, f"{fault}; {found['fault_seconds']} s"]
 
 
-def render_beside_harm(results: Results) -> str:
-    """The peers on the healthy corpus, with the Guard's row from its own results."""
-    own = read(RESULTS, "harm")
-    return render_peers_harm(results, own and own["results"])
-
-
 Render = Callable[[Results], str]
 SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "A whole run": ("long_run.py", {f"long_run_{device}": render_long_run for device in ("cuda", "cpu")}),
@@ -434,8 +411,10 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
         "guarded_step.py",
         {f"guarded_step_{device}": lambda r, d=device: render_guarded_step(r, d) for device in ("cuda", "cpu")},
     ),
+    "Beside the peers, in one table": ("peers/silent.py", {"peers_silent": render_all_peers}),
     "Beside the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
     "Healthy trainings, with the peers": ("peers/harm.py", {"peers_harm": render_beside_harm}),
+    "TrainCheck": ("peers/traincheck_runs.py", {"peers_traincheck": render_traincheck}),
     "Naming the culprit": ("zoo.py", {"zoo": render_zoo}),
     "Errors that never crash": ("silent.py", {"silent": render_silent}),
     "Any script": ("any_script.py", {"any_script": render_any_script}),

@@ -52,46 +52,6 @@ def read(results: Path, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def render_peer_table(results: Results) -> str:
-    """What each peer noticed, kept from the weights, survived and named, and what it costs."""
-    keys = ("noticed", "saved", "goes_on", "op", "line", "module", "sample")
-    header = ["", "from", "noticed", "weights saved", "goes on", "op", "line", "module", "sample", "a healthy step"]
-    rows = []
-    for name, one in results["peers"].items():
-        mark = "**" if name.startswith("steadygrad") else ""
-        cells = [name, *(str(one["counts"][key]) for key in keys), f"{one['cost']:.2f}x"]
-        shown = [f"{mark}{cell}{mark}" for cell in cells]
-        rows.append([shown[0], one["source"], *shown[1:]])
-    num = results["num_faults"]
-    least = min(one["cost"] for one in results["peers"].values())
-    note = f"Of {num} faults; line and module of {num - 1}, for one of the faults is in the data."
-    if least < 1.0:  # every way does what the first one does, and more
-        note += (
-            f" How far the costs can be trusted: a way that only adds work to the first row came out at {least:.2f}x."
-        )
-    return f"{render_table(header, rows, left=(0, 1))}\n\n{note}"
-
-
-HARMS_OF_PEERS = ("stopped", "withheld", "changed", "missed", "warned")
-
-
-def render_peers_harm(results: Results, own: Results | None) -> str:
-    """What each peer did to healthy trainings, and a Guard to the same ones."""
-    header = ["", "from", "runs", "stopped", "steps withheld", "weights changed", "missed", "warned"]
-    rows = [
-        [name, one["source"], str(results["num_runs"]), *(str(one[f"num_{key}"]) for key in HARMS_OF_PEERS)]
-        for name, one in results["peers"].items()
-    ]
-    if own is not None:
-        found, these = own["on_proof"]["summary"], set(results["scenarios"])
-        counts = [len(these & {*found[key]}) for key in ("halted", "acted_on", "harmed", "harmed", "warned")]
-        rows.append(
-            ["**steadygrad Guard, clip=None**", "`benchmarks/harm.py`", str(results["num_runs"]), *map(str, counts)]
-        )
-    note = "" if results["every"] == 1 else f"\n\nEvery {results['every']}th scenario, the same ones in all rows."
-    return f"{render_table(header, rows, left=(0, 1))}{note}"
-
-
 # --- one row a claim -------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +164,7 @@ def summarise_peers(results: Results) -> list[Row]:
 
 def summarise_harm(results: Results) -> list[Row]:
     ours, eager = (results[way]["summary"] for way in ("on_proof", "at_once"))
-    what = "Healthy but unusual trainings (RL, GANs, curricula) that a guard changed"
+    what = "Healthy but unusual trainings (RL, GANs, curricula) that a guard changed, clipping off"
     return [(what, f"{ours['num_harmed']} of {ours['num_runs']}", f"acting at the first symptom {eager['num_harmed']}")]
 
 
@@ -446,6 +406,8 @@ def find_command(name: str, results: Results) -> str:
         "distributed_cpu": "distributed.py",
         "peers": "peers/environment.py",
         "peers_harm": "peers/environment.py --harm",
+        "peers_silent": "peers/environment.py --silent",
+        "peers_traincheck": "peers/environment.py --traincheck",
         "forecast": "forecast/compare.py",
         "report_live": "report.py --live",
     }

@@ -11,7 +11,7 @@ Trainer(
     sys.argv[1],
     train_batch_size=4,
     train_num_steps=20,
-    gradient_accumulate_every=2,
+    gradient_accumulate_every=4,
     save_and_sample_every=1000,
     calculate_fid=False,
     num_samples=4,

@@ -53,7 +53,7 @@ def make_pictures(path):
     from PIL import Image
 
     source = numpy.random.default_rng(0)
-    for part, count in (("train", 40), ("validation", 8)):
+    for part, count in (("train", 40), ("validation", 10)):
         for name in ("red", "blue"):
             folder = path / part / name
             folder.mkdir(parents=True, exist_ok=True)

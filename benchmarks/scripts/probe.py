@@ -37,16 +37,15 @@ def read_input(args):
 
 def spoil(module, args, output):
     is_layer = not list(module.children()) and any(True for _ in module.parameters(recurse=False))
-    if not (is_layer and module.training and isinstance(output, torch.Tensor) and output.requires_grad):
+    if not (is_layer and module.training and isinstance(output, torch.Tensor)):
         return None
-    fault["layer"] = fault["layer"] or module
-    if module is not fault["layer"]:
-        return None
-    fault["calls"] += 1
-    if fault["calls"] == fault["at"]:
-        fault["input"] = read_input(args)
-    if fault["input"] is None or fault["input"] != read_input(args):
-        return None
+    if output.requires_grad and module is (fault["layer"] or module):
+        fault["layer"] = module
+        fault["calls"] += 1
+        if fault["calls"] == fault["at"]:
+            fault["input"] = read_input(args)
+    if module is not fault["layer"] or fault["input"] is None or fault["input"] != read_input(args):
+        return None  # a replay of shards has no graph, and fails on the same input all the same
     return output + (output.detach().flatten()[:1] * 0 - 1).sqrt()  # HERE
 
 
