@@ -264,14 +264,15 @@ def test_a_worker_that_dies_by_itself_is_an_error_as_without_a_guard(tmp_path: P
         def __len__(self): return 100
         def __getitem__(self, i):
             if i == 50: os._exit(3)
-            return torch.randn(4)
+            return [1.0, 2.0, 3.0, 4.0]
     model, guard = make()
-    for x in torch.utils.data.DataLoader(Deadly(), 4, num_workers=1): step(model, guard, x)
+    # Lists, not tensors: those are fetched from the worker, which may be dead by then, with an error of another kind
+    for x in torch.utils.data.DataLoader(Deadly(), 4, num_workers=1, collate_fn=list):
+        step(model, guard, torch.tensor(x))
     """
     done = run_program(code, tmp_path)
     assert done.returncode == 1
-    # torch's own words; the second, when the worker dies while it hands over a batch
-    assert "DataLoader worker" in done.stderr or "ConnectionResetError" in done.stderr
+    assert "DataLoader worker" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("where", ["a destructor", "a weak reference's callback"])
