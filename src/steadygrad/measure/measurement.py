@@ -48,10 +48,12 @@ class Plan:
         self.triton: _triton.Plan | None = None
         self.absent: list[tuple[str, Tensor]] = []
         self.is_sharded = any(map(_gradients.is_dtensor, parameters))
+        self.shapes = [p.shape for p in parameters]
         # all(): for an empty slice numpy's reduceat returns an element of the next one.
-        is_small = 0 < sum(self.numels) <= SMALL and all(self.numels) and not any(map(is_sharded, parameters))
-        self.end_to_end = EndToEnd(self.numels) if is_small else None
-        """Where each gradient lies, if the host measures all of them at once."""
+        self.is_small = 0 < sum(self.numels) <= SMALL and all(self.numels) and not any(map(is_sharded, parameters))
+        """Whether the host can measure all gradients at once."""
+        self.end_to_end: EndToEnd | None = None
+        """Where it does, once it has."""
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
         """Return the trainable parameters without a gradient, and their share of the elements; free if none."""
