@@ -23,6 +23,7 @@ from steadygrad.measure.kernels import foreach, reference
 from steadygrad.measure.measurement import (
     COEFFICIENT,
     FOUND,
+    KIND,
     LOSS,
     LOSS_SCALE,
     NORM,
@@ -127,18 +128,9 @@ class Meter:
 
         What came before must not matter: the long way differs in the last bit, and a resumed run has no step before.
         """
-        grads: list[Tensor] = []
-        for parameter, shape in zip(plan.parameters, plan.shapes):
-            gradient = parameter.grad
-            if type(gradient) is not Tensor or gradient.dtype is not torch.float32 or not gradient.is_cpu:
-                return None
-            if gradient.layout is not torch.strided:
-                return None
-            if gradient.shape != shape:
-                if gradient.numel() != shape.numel():  # resized: the plan is out of date
-                    return None
-                gradient = gradient.reshape(shape)
-            grads.append(gradient.detach() if gradient.requires_grad else gradient)
+        grads = _take_small(plan)
+        if grads is None:
+            return None
         layout = plan.end_to_end
         if layout is None:
             layout = plan.end_to_end = foreach.EndToEnd(plan.shapes, self._take_memory(sum(plan.numels)))
@@ -273,6 +265,21 @@ class Meter:
         if inverse is not None:
             table[:, :2] *= inverse  # norm and max_abs; the others are counts
         _summarise(m, table, loss, self.max_norm)
+
+
+def _take_small(plan: Plan) -> list[Tensor] | None:
+    """Return the gradients as `measure_together` needs them; None if that cannot measure them."""
+    grads = [gradient for parameter in plan.parameters if (gradient := parameter.grad) is not None]
+    kinds = list(map(KIND, grads))
+    if kinds == plan.small_kinds:
+        return grads
+    if len(grads) != len(plan.parameters):
+        return None
+    for gradient, kind, wanted in zip(grads, kinds, plan.small_kinds):
+        # Of another size, the plan is out of date.
+        if kind[:4] != wanted[:4] or gradient.numel() != wanted[-1].numel():
+            return None
+    return [gradient.detach().reshape(shape) for gradient, shape in zip(grads, plan.shapes)]
 
 
 def _measure_on_host(

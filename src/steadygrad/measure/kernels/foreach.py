@@ -77,11 +77,10 @@ class EndToEnd:
         self.parts = [part.view(shape) for part, shape in zip(memory.split(numels), shapes)]
         self.flat = memory.numpy()
         self.rows = [self.flat[start:end] for start, end in pairwise(edges.tolist())]
-        self.pieces = [
-            (row, whole[start : start + MAX_DOT])
-            for row, whole in enumerate(self.rows)
-            for start in range(0, whole.size, MAX_DOT)
-        ]
+        split = [[row[start : start + MAX_DOT] for start in range(0, row.size, MAX_DOT)] for row in self.rows]
+        self.pieces = [piece for row in split for piece in row]
+        self.spans = list(pairwise(np.cumsum([0, *map(len, split)]).tolist()))
+        """Where the pieces of each row are."""
 
 
 def measure_together(gradients: Sequence[Tensor], layout: EndToEnd) -> list[float] | None:
@@ -96,20 +95,22 @@ def measure_together(gradients: Sequence[Tensor], layout: EndToEnd) -> list[floa
         torch.abs(gradient, out=part)
     largest = np.maximum.reduceat(layout.flat, layout.starts).tolist()
     smallest = np.minimum.reduceat(layout.flat, layout.starts).tolist()
-    # Before the squares, which numpy would warn about if they overflowed. NaN fails the comparison.
-    for max_abs in largest:
-        if not max_abs < LARGE:
-            return None
-    squares = [0.0] * len(largest)
-    for row, piece in layout.pieces:
-        # BLAS sums in fp32 over at most MAX_DOT elements; the rest of the sum is float64.
-        squares[row] += float(piece.dot(piece))
-    cells: list[float] = []
-    for row, (square, max_abs, min_abs) in enumerate(zip(squares, largest, smallest)):
-        if not (ORDINARY[0] < square < ORDINARY[1] or max_abs == 0.0):
-            return None
-        num_zeros = float(np.count_nonzero(layout.rows[row] == 0)) if min_abs == 0.0 else 0.0
-        cells += (math.sqrt(square), max_abs, 0.0, 0.0, num_zeros)
+    # Before the squares, which numpy would warn about if they overflowed. The sum, because max() may miss a NaN.
+    if not sum(largest) < LARGE:
+        return None
+    # BLAS sums in fp32 over at most MAX_DOT elements; the rest of the sum is float64.
+    dots = list(map(float, map(np.dot, layout.pieces, layout.pieces)))
+    squares = [sum(dots[start:end]) for start, end in layout.spans]
+    low, high = ORDINARY
+    is_ordinary = low < min(squares) <= max(squares) < high  # all of them at nearly every step
+    if not (is_ordinary or all(low < square < high or top == 0.0 for square, top in zip(squares, largest))):
+        return None
+    cells = [0.0] * (NUM_COLUMNS * len(squares))
+    cells[0::NUM_COLUMNS] = map(math.sqrt, squares)
+    cells[1::NUM_COLUMNS] = largest
+    if not all(smallest):
+        pairs = zip(layout.rows, smallest)
+        cells[4::NUM_COLUMNS] = [0.0 if least else float(np.count_nonzero(row == 0)) for row, least in pairs]
     return cells
 
 
