@@ -67,7 +67,7 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
 
 
 class EndToEnd:
-    """Memory for the magnitudes of several small gradients, laid end to end; it is written anew at each step."""
+    """Memory for the magnitudes of several small gradients, laid end to end; every step overwrites it."""
 
     def __init__(self, shapes: Sequence[torch.Size], memory: Tensor) -> None:
         """`memory`: fp32, contiguous, one element for each of the gradients; several layouts may share it."""
