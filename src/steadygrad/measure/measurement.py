@@ -64,6 +64,8 @@ class Plan:
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
         """Return the trainable parameters without a gradient, and their share of the elements; free if none."""
+        if not self.absent:
+            return (), 0.0
         missing = [(name, _gradients.numel(p)) for name, p in self.absent if p.requires_grad]
         if not missing:
             return (), 0.0

@@ -99,7 +99,7 @@ def measure_together(gradients: Sequence[Tensor], layout: EndToEnd) -> list[floa
     if not sum(largest) < LARGE:
         return None
     # BLAS sums in fp32 over at most MAX_DOT elements; the rest of the sum is float64.
-    dots = list(map(float, map(np.dot, layout.pieces, layout.pieces)))
+    dots = list(map(float, map(np.ndarray.dot, layout.pieces, layout.pieces)))
     squares = [sum(dots[start:end]) for start, end in layout.spans]
     low, high = ORDINARY
     is_ordinary = low < min(squares) <= max(squares) < high  # all of them at nearly every step
