@@ -106,6 +106,18 @@ class Baseline:
         self._append(value)
         return True
 
+    def passes(self, value: float, score: float) -> bool:
+        """Admit `value` if its score is certainly at most `score` in size, and no outlier's; return whether it was."""
+        if len(self._values) < self.min_values:
+            return False
+        centre = median(self._sorted)
+        reach = min(score, self.outlier_score) * find_least_deviation(self._sorted, centre)
+        if not abs(value - centre) <= reach:
+            return False
+        self._refused.clear()
+        self._append(value)
+        return True
+
     def _start_again(self, values: list[float]) -> None:
         self._values.clear()
         self._sorted.clear()
@@ -141,6 +153,16 @@ def median(ordered: Sequence[float]) -> float:
         return math.nan
     middle = n // 2
     return ordered[middle] if n % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
+
+
+def find_least_deviation(ordered: Sequence[float], centre: float) -> float:
+    """Return a number that `median_deviation` about the median is not below; quicker. The values are sorted.
+
+    Less than half of them lie closer to the centre than the nearer quartile does.
+    """
+    quarter = len(ordered) // 4
+    below, above = centre - ordered[quarter], ordered[-1 - quarter] - centre
+    return below if below < above else above
 
 
 def median_deviation(ordered: Sequence[float], centre: float, near: int | None = None) -> tuple[float, int]:

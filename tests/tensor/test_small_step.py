@@ -81,6 +81,53 @@ def test_measuring_changes_no_gradient(num: int) -> None:
     assert all(torch.equal(p.grad, kept) for (_, p), kept in zip(named, before) if p.grad is not None)
 
 
+def test_plans_that_share_memory_measure_their_own_gradients() -> None:
+    named = make_parameters()
+    meter = Meter(named)
+    whole, second = [p.grad for _, p in named], named[1][1]
+    expected = [p.grad.norm().item() for _, p in named if p.grad is not None]
+    for has_second in (True, False, True, False):
+        second.grad = whole[1] if has_second else None
+        wanted = expected if has_second else [expected[0], *expected[2:]]
+        # fp32 sums of a few hundred squares
+        assert list(read_table(meter).norms.values()) == pytest.approx(wanted, rel=2e-6)
+
+
+def test_the_memory_for_magnitudes_has_the_dtype_of_the_gradients_whatever_the_default() -> None:
+    named = make_parameters()
+    expected = measure_twice(named)[1]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert measure_twice(named)[1] == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("is_part_of_a_graph", [False, True])
+@pytest.mark.parametrize("change", ["reshaped", "strided", "negated"])
+def test_views_of_the_same_numbers_give_the_same_bits(change: str, is_part_of_a_graph: bool) -> None:
+    named = make_parameters()
+    expected = measure_twice(named)[1]
+    meter = Meter(named, max_norm=0.5)
+    meter.measure()
+    weight = named[0][1]
+    assert weight.grad is not None
+    gradient, weight.grad = weight.grad, None
+    if change == "reshaped":
+        weight.data = weight.data.view(4, 64)
+        weight.grad = gradient.reshape(4, 64)
+    elif change == "strided":
+        weight.grad = torch.stack([gradient, gradient], dim=-1)[..., 0]
+    else:
+        weight.grad = torch.complex(torch.zeros_like(gradient), -gradient).conj().imag
+        assert weight.grad.is_neg()
+    weight.grad.requires_grad_(is_part_of_a_graph)
+    m = meter.measure()
+    assert m is not None
+    assert m.take_to_host(Transfer())[1:] == expected[1:]
+
+
 def test_a_gradient_that_goes_missing_or_changes_its_kind_is_seen() -> None:
     named = make_parameters()
     meter = Meter(named)

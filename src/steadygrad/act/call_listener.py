@@ -44,15 +44,17 @@ class CallListener:
     """
 
     def __init__(self, hear: Callable[..., None], *, num_arguments: int = 3) -> None:
-        self._hear, self._num_arguments = weakref.WeakMethod(hear), num_arguments
+        # Not a WeakMethod, which makes the bound method anew at each call.
+        self._owner, self._function = weakref.ref(hear.__self__), hear.__func__  # type: ignore[attr-defined]
+        self._num_arguments = num_arguments
 
     @uncompiled
     def __call__(self, model: nn.Module, *more: Any) -> None:
         if torch.compiler.is_compiling() or _num_muted:
             return
-        hear = self._hear()
-        if hear is not None:
-            hear(model, *more)
+        owner = self._owner()
+        if owner is not None:
+            self._function(owner, model, *more)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (logging.getLogger("steadygrad").debug, "%.0s" * self._num_arguments)

@@ -25,13 +25,15 @@ class OtherGradients:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, watch: bool) -> None:
         self._optimizers = optimizers
         self._is_anothers = self._was_called = self._began_clean = self._told = False
+        self.is_inside = False
+        """Whether a function is running whose step has been settled: its calls say nothing about other gradients."""
         self._hook = (
             model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True) if watch else None
         )
 
     def hear(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when the model is called."""
-        if self._is_anothers or not torch.is_grad_enabled():
+        if self.is_inside or self._is_anothers or not torch.is_grad_enabled():
             return
         if any(tensor.requires_grad for _, tensor in find_tensors(args, kwargs)):
             self._is_anothers = True

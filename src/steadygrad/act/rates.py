@@ -171,9 +171,10 @@ class Rates:
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rate of each group as the next step uses it; NaN for a group without one."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
+        factor = self._lr.factor
         # At every step: float() waits for the device if a rate is a tensor there.
-        return tuple(math.nan if (rate := group.get("lr")) is None else float(rate * self.factor) for group in groups)
+        return tuple([math.nan if rate is None else float(rate * factor) for rate in rates])
 
     def find_bad(self, rates: Sequence[float]) -> dict[int, float]:
         """Return those of `learning_rates()` that are NaN or Inf, by the position of their group."""
@@ -191,7 +192,9 @@ class Rates:
 
     def held(self) -> _HeldRates:
         """Wrap around `optimizer.step()`: inside, the groups hold the user's numbers times the factors."""
-        return _HeldRates(self._optimizers, [knob for knob in (self._lr, self._decay) if knob.factor != 1.0], self)
+        is_scaled = self._lr.factor != 1.0 or self._decay.factor != 1.0
+        knobs = [knob for knob in (self._lr, self._decay) if knob.factor != 1.0] if is_scaled else ()
+        return _HeldRates(self._optimizers, knobs, self)
 
     def note_writers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Remember optimizers that were seen writing their own learning rate."""

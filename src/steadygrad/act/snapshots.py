@@ -127,7 +127,10 @@ class Snapshots:
         """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
         # Asked once after each healthy step, so a copy that is under way moves on here.
         self._copier.advance()
-        if self.off is not None or self._in_trouble or self.is_held or not self._ring.has_place:
+        if self.off is not None or self._in_trouble or self.is_held:
+            return False
+        is_soon = self._last_taken is not None and step - self._last_taken < self.effective_every(step)
+        if (is_soon and not self._lacks_memory) or not self._ring.has_place:
             return False
         if self._lacks_memory and self._is_pinned and step > 0:
             # The optimizer has created its state by now: pin memory for all of it.

@@ -43,6 +43,7 @@ class OutlierClipper:
         self._sorted: list[float] = []
         self._outliers: deque[float] = deque()
         self._newest: tuple[int, float] | None = None
+        self._threshold: float | None = None  # None when the norms have changed since
         self.constant_norm: float | None = NO_LIMIT
 
     def clip(self, m: Measurement) -> Tensor:
@@ -67,9 +68,11 @@ class OutlierClipper:
             self._outliers.append(norm)
             if len(self._outliers) >= self._settings.warmup:
                 self._norms, self._sorted, self._outliers = self._outliers, sorted(self._outliers), deque()
+                self._threshold = None
             return
         if self._outliers:
             self._outliers.popleft()
+        self._threshold = None
         self._norms.append(norm)
         bisect.insort(self._sorted, norm)
         if len(self._norms) > self._settings.window:
@@ -77,10 +80,12 @@ class OutlierClipper:
             del self._sorted[bisect.bisect_left(self._sorted, self._norms.popleft())]
 
     def _find_threshold(self) -> float:
-        if len(self._norms) < self._settings.warmup:
-            return NO_LIMIT
-        num = len(self._sorted)
-        return min(NO_LIMIT, self._settings.ratio * self._sorted[num - 1 - num // RARE])
+        if self._threshold is None:
+            num = len(self._sorted)
+            is_known = len(self._norms) >= self._settings.warmup
+            usual = self._sorted[num - 1 - num // RARE] if is_known else math.inf
+            self._threshold = min(NO_LIMIT, self._settings.ratio * usual)
+        return self._threshold
 
     def state_dict(self) -> dict[str, Any]:
         """Return the norms; empty before the first step."""
@@ -91,7 +96,7 @@ class OutlierClipper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict()` returned."""
         self._norms = deque(float(norm) for norm in state.get("norms", ()))
-        self._sorted = sorted(self._norms)
+        self._sorted, self._threshold = sorted(self._norms), None
         self._outliers = deque(float(norm) for norm in state.get("outliers", ()))
         newest = state.get("newest")
         self._newest = None if newest is None else (int(newest[0]), float(newest[1]))

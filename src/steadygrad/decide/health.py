@@ -19,8 +19,8 @@ def assess_health(reading: Reading, findings: Sequence[Finding]) -> bool | None:
     be the same with any earlier weights, so they are neither. A spike that no test has attributed to the weights is
     just as likely the batch's.
     """
-    if reading.is_nonfinite:
-        return False
+    if reading.is_nonfinite or not findings:
+        return not reading.is_nonfinite
     notable = [finding for finding in findings if finding.severity is not Severity.INFO]
     if any(map(_accuses_weights, notable)):
         return False

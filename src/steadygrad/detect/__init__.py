@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from steadygrad.config import DetectConfig
@@ -44,6 +44,7 @@ from steadygrad.errors import ConfigError
 from steadygrad.facts import Fact, Finding, Reading
 
 logger = logging.getLogger("steadygrad")
+Passes = Callable[[Any], bool]
 
 __all__ = ["Detector", "FunctionRule", "Rule", "rule", "standard_rules"]
 
@@ -158,28 +159,30 @@ class Detector:
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = list(rules)
-        self._listeners: dict[tuple[type, bool], tuple[Rule, ...]] = {}
+        self._listeners: dict[tuple[type, bool], tuple[tuple[Rule, Passes | None], ...]] = {}
 
     def observe(self, fact: Fact) -> list[Finding]:
         """Return all Findings about this Fact."""
         findings: list[Finding] = []
         # A tuple of its own: a rule that fails is removed from the list while this runs
-        for one in self._find_listeners(type(fact), isinstance(fact, Reading) and fact.is_plain):
+        for one, passes in self._find_listeners(type(fact), isinstance(fact, Reading) and fact.is_plain):
             try:
-                findings.extend(one.observe(fact))
+                if passes is None or not passes(fact):
+                    findings.extend(one.observe(fact))
             except Exception as error:  # a broken rule must not silence another one or end the training
                 self._rules.remove(one)
                 self._listeners.clear()  # the cached tuples still hold the removed rule
                 logger.error("the rule %s failed and is switched off, training continues: %r", one.name, error)
         return findings
 
-    def _find_listeners(self, kind: type, is_plain: bool) -> tuple[Rule, ...]:
+    def _find_listeners(self, kind: type, is_plain: bool) -> tuple[tuple[Rule, Passes | None], ...]:
         """Return the rules that take this kind of Fact, in order; two thirds of them take no plain Reading."""
         listeners = self._listeners.get((kind, is_plain))
         if listeners is None:
-            # A user's rule may be any class with the four members of Rule: `hears` and `hears_plain` are optional
+            # A user's rule may be any class with the four members of Rule: those of Remembering are optional
             heard = [one for one in self._rules if not getattr(one, "hears", ()) or kind in one.hears]  # type: ignore[attr-defined]
-            listeners = tuple(one for one in heard if not is_plain or getattr(one, "hears_plain", True))
+            wanted = [one for one in heard if not is_plain or getattr(one, "hears_plain", True)]
+            listeners = tuple((one, getattr(one, "passes", None) if is_plain else None) for one in wanted)
             self._listeners[kind, is_plain] = listeners
         return listeners
 

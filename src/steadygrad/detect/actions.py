@@ -7,7 +7,8 @@ hiding a defect (pytorch/torchtitan#916).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from steadygrad.config import DetectConfig
 from steadygrad.detect.memory import Episode, Remembering
@@ -21,16 +22,35 @@ class FrequentClipping(Remembering):
     memory = ("_recent", "_episode")
 
     def __init__(self, config: DetectConfig) -> None:
-        self._share = config.habits.clipped_share
+        self._share, self._window = config.habits.clipped_share, config.habits.window
         self._recent: deque[int] = deque(maxlen=config.habits.window)
+        self._num_clipped = 0  # ones in `_recent`
         self._episode = Episode(config.repeat_after, quiet=config.habits.window)
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a plain Reading after which the share is not too large."""
+        recent, size = self._recent, self._window
+        num, length = self._num_clipped + reading.clipped, len(recent) + 1
+        if length > size:
+            num, length = num - recent[0], size
+        if length == size and num / length > self._share:
+            return False
+        recent.append(int(reading.clipped))
+        self._num_clipped = num
+        return True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict()` returned."""
+        super().load_state_dict(state)
+        self._num_clipped = self._recent.count(1)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an info with the share."""
         if not isinstance(fact, Reading) or fact.skipped:
             return
         self._recent.append(int(fact.clipped))
-        share = self._recent.count(1) / len(self._recent)
+        self._num_clipped = self._recent.count(1)
+        share = self._num_clipped / len(self._recent)
         often = len(self._recent) == self._recent.maxlen and share > self._share
         if self._episode.is_due(fact.step, often):
             yield Finding(
@@ -54,6 +74,11 @@ class ManySkips(Remembering):
         self._skips: deque[int] = deque(maxlen=config.habits.num_skips)
         self._began = False
         self._episode = Episode(config.repeat_after, quiet=config.habits.window)
+
+    def passes(self, _reading: Reading) -> bool:
+        """A plain step was made."""
+        self._began = True
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a warning at the first of the skips."""

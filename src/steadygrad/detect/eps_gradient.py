@@ -36,6 +36,10 @@ class EpsGradient(Remembering):
         self._later: list[float] = []
         self._told = False
 
+    def passes(self, reading: Reading) -> bool:
+        """A norm below any that is huge matters only after one that was."""
+        return self._told or (self._at < 0 and reading.finite_grad_norm < HUGE)
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once: at once if the first graph divides by something tiny, otherwise a few steps later."""
         if isinstance(fact, Divisions):

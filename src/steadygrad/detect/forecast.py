@@ -21,7 +21,7 @@ from typing import Any
 
 from steadygrad.config import LossThresholds
 from steadygrad.detect.memory import Remembering
-from steadygrad.stats import MAD_TO_SIGMA, median, median_deviation
+from steadygrad.stats import MAD_TO_SIGMA, find_least_deviation, median, median_deviation
 
 EARLY = 256
 """Values after which the limit comes near its final height; below, it grows with (EARLY / n) ** 1.5."""
@@ -54,6 +54,11 @@ class Tail(Remembering):
         """Scores remembered."""
         return self._count + self._old_count
 
+    @property
+    def floor(self) -> float:
+        """Score up to which `add` would only count the next one."""
+        return self._top[-1] if len(self._top) == 2 and self._count < TAIL_BLOCK else 0.0
+
     def add(self, score: float) -> None:
         """Remember one score."""
         if self._count == TAIL_BLOCK:
@@ -83,6 +88,7 @@ class Forecast(Remembering):
     def __init__(self, config: LossThresholds) -> None:
         self._config = config
         self._recent: deque[float] = deque(maxlen=config.level_window)
+        self._ordered: list[float] | None = None  # the same in order; None when they have changed since
         self._distances: deque[float] = deque(maxlen=config.spread_window)
         self._sorted: list[float] = []  # the distances in order
         self._split: int | None = None  # where the last spread was found
@@ -100,14 +106,14 @@ class Forecast(Remembering):
         """What the next value should be; NaN while there is none."""
         if not self._recent:
             return math.nan
-        ordered = sorted(self._recent)
+        ordered = self._order()
         moved = median(ordered) + (median(self._sorted) if self._sorted else 0.0)
         return max(moved, 1.5 * ordered[0] - 0.5 * ordered[-1])  # a decay that slows down stays above its extrapolation
 
     @property
     def usual(self) -> float:
         """Median of the recent values, which is what they were; the level is what was expected next."""
-        return median(sorted(self._recent)) if self._recent else math.nan
+        return median(self._order())
 
     @property
     def spread(self) -> float:
@@ -116,7 +122,7 @@ class Forecast(Remembering):
         The mean is the larger one where most losses are the same, as with a margin loss; it holds no spike.
         """
         centre = median(self._sorted)
-        floor = self._config.spike_floor * abs(median(sorted(self._recent)))
+        floor = self._config.spike_floor * abs(median(self._order()))
         mad, self._split = median_deviation(self._sorted, centre, self._split)
         return max(MAD_TO_SIGMA * mad, _mean_deviation(self._sorted, centre), floor, 1e-300)
 
@@ -137,6 +143,20 @@ class Forecast(Remembering):
             return math.inf
         above = value - self.level
         return above / self.spread if self.is_warm and above > 0 else 0.0
+
+    def is_ordinary(self, value: float) -> bool:
+        """Whether `score` would certainly be far below the limit and below what the tail remembers; needs no spread."""
+        if not self.is_warm or not self._sorted:
+            return False
+        above = value - self.level
+        reach = min(self._config.spike_score, self._tail.floor)
+        return above <= 0 or above <= reach * find_least_deviation(self._sorted, median(self._sorted))
+
+    def _order(self) -> list[float]:
+        """Return the recent values in order."""
+        if self._ordered is None:
+            self._ordered = sorted(self._recent)
+        return self._ordered
 
     def log_score(self, value: float) -> float:
         """Return the same on the logarithm, for noise that grows with the loss; inf where a logarithm has no meaning.
@@ -161,10 +181,11 @@ class Forecast(Remembering):
         self._num_values += 1
         if len(self._recent) >= 4:
             # Before the value joins them: a forecast must not know what it forecasts
-            self._add_distance(value - median(sorted(self._recent)))
+            self._add_distance(value - median(self._order()))
         if score is not None and self._num_values > TAIL_START:
             self._tail.add(score)
         self._recent.append(value)
+        self._ordered = None
 
     def refuse(self, value: float) -> None:
         """Keep a spike out; after `PATIENCE` in a row they are the new level."""
@@ -172,6 +193,7 @@ class Forecast(Remembering):
         if len(self._refused) == PATIENCE:
             # With the default window of 17 nothing of the old level is left; the spread stays what it was
             self._recent.extend(self._refused)
+            self._ordered = None
             self._refused.clear()
 
     def _add_distance(self, distance: float) -> None:
@@ -188,7 +210,7 @@ class Forecast(Remembering):
         """Load what `state_dict()` returned."""
         super().load_state_dict(state)
         # Derived, so not saved; `_split` is only where a search begins
-        self._sorted = sorted(self._distances)
+        self._sorted, self._ordered = sorted(self._distances), None
 
 
 def _mean_deviation(ordered: Sequence[float], centre: float) -> float:

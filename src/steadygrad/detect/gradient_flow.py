@@ -38,6 +38,13 @@ class VanishingGradient(Remembering):
         self._warning = Episode(config.repeat_after, quiet=100)
         self._streak = Streak()
 
+    def passes(self, reading: Reading) -> bool:
+        """A model of few parameters with gradients that are not small anywhere near its input."""
+        names, config = reading.gradients.names, self._config
+        if len(names) >= FEWEST_ROWS or not reading.finite_grad_norm >= config.vanishing_norm:
+            return False
+        return not names or reading.gradients.cells[0] >= config.vanishing_first
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an info for absolute thresholds, a warning when the first quarter of the model gets nothing."""
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.gradients.names:
@@ -99,6 +106,15 @@ class DeadGradient(Remembering):
         self._usual: dict[str, float] = {}
         self._doubts: dict[str, list[float]] = {}  # name -> step where it began, steps since, share of zeros
         self._num_steps = 0
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a plain Reading without a zero, once it is known what is usual."""
+        if self._doubts or self._num_steps < SHORT_HISTORY or not reading.finite_grad_norm > 0:
+            return False
+        if any(reading.gradients.cells[NUM_COLUMNS - 1 :: NUM_COLUMNS]):
+            return False
+        self._num_steps += 1
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a finding when a parameter's units have died, at the step where they did."""
@@ -177,6 +193,15 @@ class ZeroGradient(Remembering):
         self._streak, self._flushed = Streak(), Streak()
         self._told = False
 
+    def passes(self, reading: Reading) -> bool:
+        """Take in a plain Reading with a gradient."""
+        if self._told or reading.loss is None:
+            return True
+        if reading.finite_grad_norm == 0.0:
+            return False
+        self._streak.length = 0
+        return True
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `NUM_ZERO` such steps in a row."""
         if isinstance(fact, PrecisionScan) and self._flushed.feed(fact.step, is_flushed(fact)) >= NUM_FLUSHED:
@@ -218,6 +243,10 @@ class MissingGradient(Remembering):
         self._info = Episode(config.repeat_after, quiet=100)
         self._warning = Episode(config.repeat_after, quiet=100)
 
+    def passes(self, reading: Reading) -> bool:
+        """Nothing is missing, and nothing was."""
+        return not (reading.missing or self._streak.length or self._always)
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report when the same parameters were missing for `missing_patience` steps in a row."""
         if not isinstance(fact, Reading) or fact.is_nonfinite:
@@ -258,6 +287,13 @@ class StaleGradient(Remembering):
     def __init__(self, config: DetectConfig) -> None:
         self._episode = Episode(config.repeat_after, quiet=100)
         self._last_norm = 0.0
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a plain Reading whose gradients were cleared before."""
+        if reading.stale:
+            return False
+        self._last_norm = reading.finite_grad_norm
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a warning at the first step that adds to an old gradient; adding to zeros is harmless."""

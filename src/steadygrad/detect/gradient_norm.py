@@ -41,6 +41,19 @@ class ExplodingGradient(Remembering):
         self._info = Episode(config.repeat_after, quiet=100)
         self._warning = Episode(config.repeat_after)
 
+    def passes(self, reading: Reading) -> bool:
+        """Take in a norm that is below both bounds."""
+        norm = reading.finite_grad_norm
+        if not 0 < norm <= self._config.exploding_norm:
+            return False
+        if not self._baseline.passes(math.log(norm), self._config.exploding_score):
+            return False
+        self._restarts.feed(reading)
+        self._recent.append(norm)
+        if norm > self._largest:
+            self._largest = norm
+        return True
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a warning far above the baseline, an info above the absolute threshold."""
         if not isinstance(fact, Reading):
@@ -96,6 +109,10 @@ class HighGradientNorm(Remembering):
         self._factor, self._threshold = config.early_warning_factor, clip_threshold
         self._episode = Episode(config.repeat_after, quiet=100)
 
+    def passes(self, reading: Reading) -> bool:
+        """A norm below the bound leaves no trace."""
+        return self._threshold is None or reading.finite_grad_norm <= self._factor * self._threshold
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an info when the norm exceeds `early_warning_factor` times the clip threshold."""
         if not isinstance(fact, Reading) or self._threshold is None or fact.is_nonfinite:
@@ -130,6 +147,15 @@ class RisingNorm(Remembering):
         self._base: list[float | None] = [None, None, None]  # norm, loss and learning rate where the growth began
         self._rising = Streak()
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a plain Reading that completes no block."""
+        if self._norms.is_nearly_full or self._losses.is_nearly_full:
+            return False
+        if reading.loss is not None:
+            self._losses.add(reading.step, reading.loss)
+        self._norms.add(reading.step, reading.finite_grad_norm)
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a finding at the step where the growth began."""

@@ -35,6 +35,13 @@ class Pairs(Remembering):
         """Whether a scan waits for the Reading of its step."""
         return self._waiting is not None
 
+    def passes(self, reading: Reading) -> bool:
+        """Take in a finite Reading if no scan waits for one; return whether it did."""
+        if self._waiting is not None:
+            return False
+        self._step, self._bad = reading.step, self._zero_is_bad and reading.loss == 0.0
+        return True
+
     def feed(self, fact: Reading | InputScan, found: Mapping[str, Any] | None) -> tuple[bool, Mapping[str, Any]] | None:
         """Return (was the step bad, what the scan found) once both are known; `found` is what the rule saw."""
         if isinstance(fact, Reading):
@@ -60,6 +67,10 @@ class NonfiniteInput(Remembering):
         self._pairs = Pairs()
         self._legal: set[str] = set()
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a plain Reading without a scan."""
+        return self._pairs.passes(reading)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an error when the step of this batch was not finite, else an info."""
@@ -143,6 +154,13 @@ class AllLabelsMasked(Remembering):
         self._masks: set[str] = set()  # binary tensors that had a one in them before
         self._is_finite = True  # the last step
         self._episode = Episode(config.repeat_after)
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a plain Reading without a scan."""
+        if not self._pairs.passes(reading):
+            return False
+        self._is_finite = True
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a finding that names the tensor."""

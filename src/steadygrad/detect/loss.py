@@ -41,6 +41,8 @@ class Restarts(Remembering):
     def feed(self, reading: Reading) -> bool:
         """Return whether this step is in the grace period after a restart."""
         rate = reading.learning_rate
+        if rate == self._rate and len(self._first) == START and self._config.restart_ratio > 1:
+            return reading.step < self._until
         # `rate > 0`: a rate that stays at 0 is at least twice 0
         if rate is not None and self._rate is not None and rate >= self._config.restart_ratio * self._rate and rate > 0:
             self._until = reading.step + self._config.restart_grace
@@ -73,6 +75,17 @@ class LossSpike(Remembering):
         self._forecast = Forecast(config.loss)
         self._restarts = Restarts(config.loss)
         self._episode = Episode(config.repeat_after)
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a loss that lies far below every limit."""
+        loss = reading.loss
+        if loss is None:
+            return True
+        if not self._forecast.is_ordinary(loss):
+            return False
+        in_grace = self._restarts.feed(reading)
+        self._forecast.admit(loss, None if in_grace else 0.0)  # a score that the tail would not remember either
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a warning when the loss is a spike."""
@@ -148,6 +161,16 @@ class ZeroLoss(Remembering):
         self._streak = Streak()
         self._seen = False
         self._info = Episode(config.repeat_after, quiet=100)
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a loss that is not zero."""
+        loss = reading.loss
+        if loss is None or loss == 0.0:
+            return loss is None
+        self._streak.length, self._has_learnt = 0, True
+        self._recent.append(abs(loss))
+        self._first = self._first or abs(loss)
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a warning when zero comes out of the blue or was all there is, an info when it stays."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from steadygrad.config import DetectConfig
 from steadygrad.detect.loss import Restarts
@@ -44,6 +45,11 @@ class FirstLoss(Remembering):
 
     def __init__(self) -> None:
         self._is_known = self._is_surrogate = False
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the first loss is known, and was something."""
+        return self._is_known and not self._is_surrogate
 
     def is_surrogate(self, reading: Reading, loss: float) -> bool:
         """Return whether the first finite loss was nothing beside its gradient; call it at each step."""
@@ -90,23 +96,38 @@ class LossExplosion(Remembering):
         self._rise = Streak()
         self._first_loss = FirstLoss()
         self._since: deque[float] = deque(maxlen=config.loss.explosion_patience)
+        self._least = 0.0  # no size in the history is below this
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a loss below ten times the lowest, while nothing else is going on."""
+        loss = reading.loss
+        if loss is None:
+            return True
+        if self._high or self._level is not None or reading.step < START or len(self._first) < FIRST:
+            return False
+        if not self._history or not self._first_loss.is_ordinary:
+            return False
+        if loss > self._ratio * self._least:
+            self._least = min(self._history)
+            if loss > self._ratio * self._least:
+                return False
+        self._restarts.feed(reading)
+        self._history.append(abs(loss))
+        self._least = min(self._least, abs(loss))
+        return True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict()` returned."""
+        super().load_state_dict(state)
+        self._least = 0.0
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an error at the step where the loss left its range, or at the end of the epoch that did."""
+        self._least = 0.0
         if isinstance(fact, EpochEnd):
             yield from self._observe_epoch(fact)
         elif isinstance(fact, Reading) and fact.loss is not None:
             if self._first_loss.is_surrogate(fact, fact.loss):
-                return
-            if (
-                fact.step >= START
-                and self._level is None
-                and len(self._first) == FIRST
-                and self._is_ordinary(fact.loss)
-            ):
-                # The outcome of `_observe_step` for an ordinary loss, without the calls: keep the two alike
-                self._restarts.feed(fact)
-                self._history.append(abs(fact.loss))
                 return
             if self._level is not None:
                 yield from self._watch_recovery(fact.step, fact.loss, self._level)
@@ -259,6 +280,15 @@ class Divergence(Remembering):
         self._first_loss = FirstLoss()
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
 
+    def passes(self, reading: Reading) -> bool:
+        """Take in a loss that completes no block."""
+        if reading.loss is None:
+            return True
+        if self._blocks.is_nearly_full or not self._first_loss.is_ordinary:
+            return False
+        self._blocks.add(reading.step, reading.loss)
+        return True
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a warning at the step where the rise began."""
         if not isinstance(fact, Reading) or fact.loss is None or self._first_loss.is_surrogate(fact, fact.loss):
@@ -312,6 +342,15 @@ class LossPlateau(Remembering):
         self._best = math.inf
         self._best_step = 0
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def passes(self, reading: Reading) -> bool:
+        """Take in a loss that completes no block."""
+        if reading.loss is None:
+            return True
+        if self._blocks.is_nearly_full:
+            return False
+        self._blocks.add(reading.step, reading.loss)
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an info at the step after which the loss got no better."""

@@ -24,6 +24,11 @@ class Blocks(Remembering):
         self.noise = 0.0
         """Robust standard error of the last full block's median."""
 
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether the next value completes the block."""
+        return len(self._values) + 1 >= self._size
+
     def add(self, step: int, value: float) -> float | None:
         """Return the median of the block that this value completes, else None."""
         # One NaN would leave `sorted` without an order and spoil the whole block

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from steadygrad.facts import Reading
+
 
 class HasState(Protocol):
     """Anything that can be saved and restored."""
@@ -37,6 +39,13 @@ class Remembering:
     """For a rule: the kinds of Fact that it takes; empty means all."""
     hears_plain: ClassVar[bool] = True
     """For a rule: whether a Reading that `is_plain` can matter to it. Nearly all are, so this is most of the cost."""
+
+    def passes(self, _reading: Reading) -> bool:
+        """For a rule: take in a plain Reading that it has nothing to say about, as `observe` would, only quicker.
+
+        Return False, having taken in nothing, wherever that is not certain at once: `observe` then gets the Reading.
+        """
+        return False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -47,6 +47,10 @@ class EvalWhileTraining(Remembering):
         self._fresh: list[str] = []
         self._has_trained = self._is_hollow = self._told = False
 
+    def passes(self, _reading: Reading) -> bool:
+        """Nothing is counted while no layer is off."""
+        return not (self._num_dropouts or self._num_norms or self._num_spectral)
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `PATIENCE` steps."""
         if isinstance(fact, ModeScan) and not fact.is_evaluation:
@@ -113,6 +117,10 @@ class TrainModeValidation(OnceRule[ModeScan | Validation | Reading]):
         self._validated, self._last, self._num_blocks = -1, -1, 0
         self._knows_eval = False
         self._suspect: ModeScan | None = None  # not saved: it waits for the Reading that comes with it
+
+    def passes(self, _reading: Reading) -> bool:
+        """A Reading matters to a suspicion only."""
+        return self._suspect is None
 
     def judge(self, fact: ModeScan | Validation | Reading) -> Finding | None:
         """Return the finding when a forward in train mode is seen to be a validation."""

@@ -42,6 +42,13 @@ class UnchangedParameter(Remembering):
         self._rate = self._norm = 0.0  # of the last step that was applied
         self._largest = self._usual_norm = 0.0
 
+    def passes(self, reading: Reading) -> bool:
+        """Take in any plain Reading: findings come with scans of the weights."""
+        self._rate, self._norm = reading.learning_rate or 0.0, reading.finite_grad_norm * reading.clip_coefficient
+        if self._rate > self._largest:
+            self._largest = self._rate
+        return True
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report when the same parameters stood still for `unchanged_patience` scans."""
         if isinstance(fact, Reading) and not (fact.skipped or fact.is_nonfinite):

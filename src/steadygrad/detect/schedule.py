@@ -30,6 +30,16 @@ class VanishedRate(Remembering):
         self._largest, self._first, self._told = 0.0, 0, False
         self._num_before, self._num_vanished = 0, 0
 
+    def passes(self, reading: Reading) -> bool:
+        """Take in a plain Reading at an ordinary rate, no larger than the largest so far."""
+        rate = reading.learning_rate
+        if rate is None:
+            return True
+        if self._num_vanished or self._told or not VANISHED * self._largest < rate <= self._largest:
+            return False
+        self._num_before += 1
+        return True
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, and again after the rate has come back."""
         if not isinstance(fact, Reading) or fact.skipped or fact.learning_rate is None:

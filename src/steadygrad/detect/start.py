@@ -60,6 +60,10 @@ class RateTooHigh(Remembering):
         self._is_ruined = False
         self._spoilt_batch = -1  # the last step whose batch was not finite
 
+    def passes(self, _reading: Reading) -> bool:
+        """After the start nothing is taken in."""
+        return self._is_ruined or len(self._losses) >= self._config.steps
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an error, once; and once more when the run is ruined while that is still being tested."""
         # After the start this is all that the rule costs

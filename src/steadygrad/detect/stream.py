@@ -173,6 +173,12 @@ class IndependentLabels(Remembering):
         self._losses: deque[float] = deque(maxlen=64)
         self._told = False
 
+    def passes(self, reading: Reading) -> bool:
+        """Take in any plain Reading: findings come with tests of the labels."""
+        if reading.loss is not None:
+            self._losses.append(reading.loss)
+        return True
+
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once."""
         if isinstance(fact, Reading):

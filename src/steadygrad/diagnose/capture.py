@@ -88,7 +88,13 @@ class Capture:
     ) -> Capture:
         """Take it before the forward, under the autocast that the forward will run in."""
         # Runs before every forward, so only counters are read: a checksum would read the batch, and wait for it.
-        versions = tuple((name, read_version(tensor)) for name, tensor in name_inputs(args, kwargs))
+        inputs: Iterable[tuple[str, Tensor]] = (
+            # The names that `name_inputs` gives, without opening what is closed.
+            [(str(i), tensor) for i, tensor in enumerate(args)]
+            if not kwargs and all(type(arg) is Tensor for arg in args)
+            else name_inputs(args, kwargs)
+        )
+        versions = tuple([(name, read_version(tensor)) for name, tensor in inputs])
         return cls(
             fn=fn,
             args=args,

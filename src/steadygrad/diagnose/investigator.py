@@ -130,9 +130,11 @@ class Investigator:
 
     def hear_end(self, _model: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
         """Called when the model has returned."""
+        if self._inside:
+            return
         newest = self.newest
         first, _ = self._spans.get(id(newest), (0, 0))
-        if first and not self._inside:
+        if first:
             self._spans[id(newest)] = (first, read_number())
 
     def note_loss(self, loss: Tensor) -> None:

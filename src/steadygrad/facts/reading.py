@@ -131,7 +131,7 @@ class Reading:
         derive = object.__setattr__  # frozen; dataclasses.replace() comes through here too
         bad_loss = self.loss is not None and not math.isfinite(self.loss)
         # A group without a rate counts as NaN, which max() would return or not depending on its place.
-        derive(self, "learning_rate", max((rate for rate in self.learning_rates if rate == rate), default=None))
+        derive(self, "learning_rate", max([rate for rate in self.learning_rates if rate == rate], default=None))
         derive(self, "loss_is_nonfinite", bad_loss)
         derive(self, "is_nonfinite", bad_loss or self.num_nonfinite > 0)
         derive(self, "clipped", not self.skipped and self.clip_coefficient < 1.0)

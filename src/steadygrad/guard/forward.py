@@ -68,7 +68,7 @@ class ForwardPass:
             with self._watch(args, kwargs), self.investigator.watch(function, args, kwargs):
                 return function(*args, **kwargs)
         # The same for most steps, whose forward is not looked at, without the four contexts.
-        self._is_watching = True
+        self._is_watching = self._other_gradients.is_inside = True
         is_noted = False
         try:
             scans.begin_forward(moment.next_step, moment.looks, args, kwargs)
@@ -78,7 +78,7 @@ class ForwardPass:
             if is_noted:
                 self.investigator.end()
             scans.end_forward()
-            self._is_watching = False
+            self._is_watching = self._other_gradients.is_inside = False
 
     @contextlib.contextmanager
     def watch_forward(self, replay: Callable[..., Any] | None, args: Any, kwargs: Any) -> Iterator[None]:

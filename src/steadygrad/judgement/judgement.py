@@ -120,8 +120,10 @@ class Judgement:
         self.tally.add(reading)
         self.last_reading = reading
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started, extra=extra)
-        findings = [finding for fact in (*facts, reading) for finding in self._detector.observe(fact)]
-        findings = [_note_when(finding, reading.step) for finding in findings]
+        findings = [finding for fact in facts for finding in self._detector.observe(fact)]
+        findings += self._detector.observe(reading)
+        if findings:
+            findings = [_note_when(finding, reading.step) for finding in findings]
         if self._prover is not None:
             # Before the step is recorded and answered: what the prover holds back is neither yet.
             findings = self._prover.answer(reading, findings, captures)

@@ -7,6 +7,7 @@ The packed vector is a header (loss, global norm, counts, bad-step flag, clip co
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,6 +31,10 @@ SMALL = 1 << 18
 """Elements up to which the work of a torch operation on the host is less than its call."""
 
 
+KIND = operator.attrgetter("__class__", "dtype", "is_cpu", "layout", "requires_grad", "shape")
+"""Reads what decides how a gradient can be measured; in one call, because it is read of each at every step."""
+
+
 class Plan:
     """What stays the same while the same parameters have gradients of the same kind."""
 
@@ -48,13 +53,19 @@ class Plan:
         self.triton: _triton.Plan | None = None
         self.absent: list[tuple[str, Tensor]] = []
         self.is_sharded = any(map(_gradients.is_dtensor, parameters))
+        self.shapes = [p.shape for p in parameters]
+        self.small_kinds = [(Tensor, torch.float32, True, torch.strided, False, shape) for shape in self.shapes]
+        """What `KIND` reads of gradients that the host can measure at once."""
         # all(): for an empty slice numpy's reduceat returns an element of the next one.
-        is_small = 0 < sum(self.numels) <= SMALL and all(self.numels) and not any(map(is_sharded, parameters))
-        self.end_to_end = EndToEnd(self.numels) if is_small else None
-        """Where each gradient lies, if the host measures all of them at once."""
+        self.is_small = 0 < sum(self.numels) <= SMALL and all(self.numels) and not any(map(is_sharded, parameters))
+        """Whether the host can measure all gradients at once."""
+        self.end_to_end: EndToEnd | None = None
+        """Where it does, once it has."""
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
         """Return the trainable parameters without a gradient, and their share of the elements; free if none."""
+        if not self.absent:
+            return (), 0.0
         missing = [(name, _gradients.numel(p)) for name, p in self.absent if p.requires_grad]
         if not missing:
             return (), 0.0

@@ -23,6 +23,7 @@ from steadygrad.measure.kernels import foreach, reference
 from steadygrad.measure.measurement import (
     COEFFICIENT,
     FOUND,
+    KIND,
     LOSS,
     LOSS_SCALE,
     NORM,
@@ -65,6 +66,7 @@ class Meter:
         self._ranks, self._shards_allowed = ranks or Ranks(), ranks is not None
         self._plans: dict[bytes, Plan] = {}
         self._last: Plan | None = None
+        self._memory: Tensor | None = None
 
     @property
     def implementation(self) -> Implementation:
@@ -86,7 +88,6 @@ class Meter:
         if all(v.dtype in triton.TRITON_DTYPES and v.is_contiguous() and v.device == values[0].device for v in values):
             triton.compile_for(values)
 
-    @torch.no_grad()
     def measure(
         self, loss: Tensor | None = None, *, scale: Tensor | None = None, told_scale: Tensor | None = None
     ) -> Measurement | None:
@@ -98,16 +99,24 @@ class Meter:
         last = self._last
         may_be_small = scale is None and not self._ranks.many and self._implementation is Implementation.FOREACH
         # Not where one was absent: it may have a gradient by now, which the last plan would not show.
-        m = self._measure_small(last, loss) if may_be_small and last is not None and not last.absent else None
-        if m is None:
-            plan, addresses = self._find_plan()
-            if plan is None and not self._ranks.shares_tables:
-                return None
-            if plan is None:
-                m = self._measure_nothing(has_loss=loss is not None)
-            else:
-                m = self._measure_small(plan, loss) if may_be_small else None  # as if it had been the last one too
-                m = m or self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
+        if may_be_small and told_scale is None and last is not None and last.is_small and not last.absent:
+            m = self._measure_small(last, loss)
+            if m is not None:
+                return m
+        return self._measure_any_size(loss, scale, told_scale, may_be_small=may_be_small)
+
+    @torch.no_grad()
+    def _measure_any_size(
+        self, loss: Tensor | None, scale: Tensor | None, told_scale: Tensor | None, *, may_be_small: bool
+    ) -> Measurement | None:
+        plan, addresses = self._find_plan()
+        if plan is None and not self._ranks.shares_tables:
+            return None
+        if plan is None:
+            m = self._measure_nothing(has_loss=loss is not None)
+        else:
+            small = self._measure_small(plan, loss) if may_be_small and plan.is_small else None
+            m = small or self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
         if self._ranks.many:
             self._join_ranks(m, loss)
         if told_scale is not None:
@@ -119,22 +128,24 @@ class Meter:
 
         What came before must not matter: the long way differs in the last bit, and a resumed run has no step before.
         """
-        if plan.end_to_end is None:
+        grads = _take_small(plan)
+        if grads is None:
             return None
-        grads: list[Tensor] = []
-        for parameter, numel in zip(plan.parameters, plan.numels):
-            gradient = parameter.grad
-            if type(gradient) is not Tensor or gradient.layout is not torch.strided or not gradient.is_cpu:
-                return None
-            if gradient.dtype is not torch.float32 or gradient.numel() != numel:  # resized: the plan is out of date
-                return None
-            grads.append(gradient)
-        cells = foreach.measure_together(grads, plan.end_to_end)
+        layout = plan.end_to_end
+        if layout is None:
+            layout = plan.end_to_end = foreach.EndToEnd(plan.shapes, self._take_memory(sum(plan.numels)))
+        cells = foreach.measure_together(grads, layout)
         if cells is None:
             return None
         # 1.0 stands for no loss: finite, so that it never makes a step bad. `has_loss` keeps it out of the Reading.
-        header = _make_header(cells, 1.0 if loss is None else float(loss), self.max_norm)
+        header = _make_header(cells, 1.0 if loss is None else loss.item(), self.max_norm)
         return Measurement(plan=plan, has_loss=loss is not None, numbers=[*header, *cells])
+
+    def _take_memory(self, numel: int) -> Tensor:
+        """Return fp32 memory that the plans share: only one is in use at a time."""
+        if self._memory is None or self._memory.numel() < numel:
+            self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+        return self._memory[:numel]
 
     def _measure(
         self, plan: Plan, addresses: list[int], loss: Tensor | None, scale: Tensor | None, *, has_loss: bool
@@ -254,6 +265,21 @@ class Meter:
         if inverse is not None:
             table[:, :2] *= inverse  # norm and max_abs; the others are counts
         _summarise(m, table, loss, self.max_norm)
+
+
+def _take_small(plan: Plan) -> list[Tensor] | None:
+    """Return the gradients as `measure_together` needs them; None if that cannot measure them."""
+    grads = [gradient for parameter in plan.parameters if (gradient := parameter.grad) is not None]
+    kinds = list(map(KIND, grads))
+    if kinds == plan.small_kinds:
+        return grads
+    if len(grads) != len(plan.parameters):
+        return None
+    for gradient, kind, wanted in zip(grads, kinds, plan.small_kinds):
+        # Of another size, the plan is out of date.
+        if kind[:4] != wanted[:4] or gradient.numel() != wanted[-1].numel():
+            return None
+    return [gradient.detach().reshape(shape) for gradient, shape in zip(grads, plan.shapes)]
 
 
 def _measure_on_host(

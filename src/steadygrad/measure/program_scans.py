@@ -49,6 +49,11 @@ class PendingProgram:
     precision: PendingPrecision | None = None
     gradients: PendingRows | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to say about the step itself."""
+        return self.calls is None and self.precision is None and self.model is None
+
 
 class ProgramScans:
     """The parts, each of which may be missing."""
@@ -117,9 +122,10 @@ class ProgramScans:
     def read(self, reading: Reading, pending: PendingProgram | None, facts: Sequence[Fact]) -> Iterator[Fact]:
         """Yield the facts about a judged step; `facts` are those of the other scans."""
         # This is a generator: nothing here runs unless the caller exhausts it.
-        first, self._first = self._first, []
-        yield from first
-        if pending is not None:
+        if self._first:
+            first, self._first = self._first, []
+            yield from first
+        if pending is not None and not pending.is_empty:
             yield from self._try("read", lambda: _read_queued(reading, pending)) or ()
         if self._ranks is not None:
             yield from self._try("ranks", lambda: self._compare_ranks(reading, pending, facts)) or ()

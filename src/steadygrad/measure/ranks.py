@@ -116,11 +116,11 @@ class Ranks:
                 "would drop others than the rest. Leave out no_sync(), or switch drop_bad_microbatches off."
             )
 
-    @torch.no_grad()
     def finish_backward(self, losses: Sequence[Tensor]) -> None:
         """Exchange after backward, inside `guard.join()`: ranks without data shadow DDP first and this afterwards."""
         if self.is_joining and self.ddp is not None and self.ddp.require_backward_grad_sync:
-            self._send(self._fill(_add(losses)))
+            with torch.no_grad():
+                self._send(self._fill(_add(losses)))
 
     @torch.no_grad()
     def shadow(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ def to_json(value: Any) -> str:
 
 def take_fields(fact: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as they are, without going into them."""
-    return {name: getattr(fact, name) for name in fact.__dataclass_fields__}
+    names = fact.__dataclass_fields__
+    return dict(zip(names, map(getattr, itertools.repeat(fact), names)))
 
 
 def _convert(value: Any) -> Any:

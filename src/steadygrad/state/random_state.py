@@ -15,7 +15,7 @@ import torch
 
 def capture_random(devices: Iterable[torch.device]) -> dict[str, Any]:
     """Return the state of Python's, torch's and the CUDA devices' generators, and of numpy's if it is imported."""
-    state: dict[str, Any] = {"python": _python.capture(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": _python.capture(), "torch": torch.default_generator.get_state()}
     if "numpy" in sys.modules:
         state["numpy"] = _numpy.capture(sys.modules["numpy"])
     # Seed and offset of a CUDA generator live in host memory: no wait.

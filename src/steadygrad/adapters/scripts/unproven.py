@@ -8,7 +8,7 @@ warning as an info. A script's step is never tested, so here it always is one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from steadygrad.detect.base import Rule
@@ -24,6 +24,7 @@ class Unproven:
         self.name = rule.name
         self.hears: tuple[type[Fact], ...] = getattr(rule, "hears", ())
         self.hears_plain: bool = getattr(rule, "hears_plain", True)
+        self.passes: Callable[[Any], bool] | None = getattr(rule, "passes", None)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return what the rule says about this Fact."""

@@ -10,7 +10,6 @@ more accurate than `_foreach_norm` on the CPU, which sums serially (4e-4 off at 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -68,47 +67,50 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
 
 
 class EndToEnd:
-    """Where each of several small gradients lies when they are laid end to end."""
+    """Memory for the magnitudes of several small gradients, laid end to end; every step overwrites it."""
 
-    def __init__(self, numels: Sequence[int]) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], memory: Tensor) -> None:
+        """`memory`: fp32, contiguous, one element for each of the gradients; several layouts may share it."""
+        numels = [shape.numel() for shape in shapes]
         edges = np.cumsum([0, *numels])
         self.starts = edges[:-1]
-        self.slices = [slice(start, end) for start, end in pairwise(edges.tolist())]
-        self.pieces = [
-            (row, slice(start, min(start + MAX_DOT, whole.stop)))
-            for row, whole in enumerate(self.slices)
-            for start in range(whole.start, whole.stop, MAX_DOT)
-        ]
+        self.parts = [part.view(shape) for part, shape in zip(memory.split(numels), shapes)]
+        self.flat = memory.numpy()
+        self.rows = [self.flat[start:end] for start, end in pairwise(edges.tolist())]
+        split = [[row[start : start + MAX_DOT] for start in range(0, row.size, MAX_DOT)] for row in self.rows]
+        self.pieces = [piece for row in split for piece in row]
+        self.spans = list(pairwise(np.cumsum([0, *map(len, split)]).tolist()))
+        """Where the pieces of each row are."""
 
 
-def measure_together(gradients: list[Tensor], layout: EndToEnd) -> list[float] | None:
+def measure_together(gradients: Sequence[Tensor], layout: EndToEnd) -> list[float] | None:
     """Return the cells of small gradients in host memory, a row each, in four passes over all of them at once.
 
-    They must be strided, fp32, and none of them empty. For a handful of small tensors a torch operation costs more than
-    its work, and a numpy one a fifth of that. Return None if some number is not ordinary: the caller then measures one
-    gradient after another.
+    They must be strided, fp32, of the layout's shapes, none of them empty and none part of a graph. For a handful of
+    small tensors a torch operation costs more than its work, and a numpy one a fifth of that. Return None if some
+    number is not ordinary: the caller then measures one gradient after another.
     """
-    # [sum of sizes]; a copy, but of a single gradient the gradient itself: never write into it
-    flat = torch._C._nn.flatten_dense_tensors(gradients).detach().numpy()
-    lowest = np.minimum.reduceat(flat, layout.starts).tolist()
-    highest = np.maximum.reduceat(flat, layout.starts).tolist()
-    largest = list(map(max, map(operator.neg, lowest), highest))
-    # Before the squares, which numpy would warn about if they overflowed. NaN fails the comparison.
-    if not all(max_abs < LARGE for max_abs in largest):
+    # Into memory that is there: new memory for a copy costs more than the copy.
+    for gradient, part in zip(gradients, layout.parts):
+        torch.abs(gradient, out=part)
+    largest = np.maximum.reduceat(layout.flat, layout.starts).tolist()
+    smallest = np.minimum.reduceat(layout.flat, layout.starts).tolist()
+    # Before the squares, which numpy would warn about if they overflowed. The sum, because max() may miss a NaN.
+    if not sum(largest) < LARGE:
         return None
-    squares = [0.0] * len(gradients)
-    for row, where in layout.pieces:
-        piece = flat[where]
-        # BLAS sums in fp32 over at most MAX_DOT elements; the rest of the sum is float64.
-        squares[row] += float(piece.dot(piece))
-    is_zero = flat == 0
-    has_zeros = np.count_nonzero(is_zero) > 0
-    cells: list[float] = []
-    for row, (square, max_abs) in enumerate(zip(squares, largest)):
-        if not (ORDINARY[0] < square < ORDINARY[1] or max_abs == 0.0):
-            return None
-        num_zeros = float(np.count_nonzero(is_zero[layout.slices[row]])) if has_zeros else 0.0
-        cells += (math.sqrt(square), max_abs, 0.0, 0.0, num_zeros)
+    # BLAS sums in fp32 over at most MAX_DOT elements; the rest of the sum is float64.
+    dots = list(map(float, map(np.ndarray.dot, layout.pieces, layout.pieces)))
+    squares = [sum(dots[start:end]) for start, end in layout.spans]
+    low, high = ORDINARY
+    is_ordinary = low < min(squares) <= max(squares) < high  # all of them at nearly every step
+    if not (is_ordinary or all(low < square < high or top == 0.0 for square, top in zip(squares, largest))):
+        return None
+    cells = [0.0] * (NUM_COLUMNS * len(squares))
+    cells[0::NUM_COLUMNS] = map(math.sqrt, squares)
+    cells[1::NUM_COLUMNS] = largest
+    if not all(smallest):
+        pairs = zip(layout.rows, smallest)
+        cells[4::NUM_COLUMNS] = [0.0 if least else float(np.count_nonzero(row == 0)) for row, least in pairs]
     return cells
 
 
