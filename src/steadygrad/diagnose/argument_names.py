@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from steadygrad.diagnose.expressions import name_arguments_of_call
 from steadygrad.state.trained_parameters import unwrap
-from steadygrad.state.tree import spell_tensors
+from steadygrad.state.tree import is_a, spell_tensors
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 MOST_ITEMS = 1000
@@ -81,7 +81,7 @@ def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     function = unwrap(fn).forward if isinstance(fn, nn.Module) else fn
     try:
         return dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # written in C, or wrapped by something with other parameters
+    except Exception:  # written in C, wrapped by something with other parameters, or an object that cannot be read
         return None
 
 
@@ -92,7 +92,7 @@ def _spell_referred(fn: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
             yield from spell_tensors(value, name)
         fn = fn.func
     for name, value in (*_list_attributes(fn), *_list_around(fn)):
-        if isinstance(value, Tensor) or _is_short(value):
+        if is_a(value, Tensor) or _is_short(value):
             yield from spell_tensors(value, name)
 
 

@@ -228,9 +228,12 @@ class Diagnosis:
         if self._culprit is not None and not self._sees_batch(self._culprit):
             return dataclasses.replace(cause, samples_note="none is to blame: the op sees nothing of the batch")
         rows, num_rows = ((), 0) if view is None else (view.bad_rows, view.num_rows)
-        search = SampleSearch(self._step)
-        # Parts of the batch are not tried on many ranks: each might need another number of replays.
-        samples, note = search.read_rows(rows, num_rows) if self._collective else search.find(rows, num_rows)
+        try:
+            search = SampleSearch(self._step)
+            # Parts of the batch are not tried on many ranks: each might need another number of replays.
+            samples, note = search.read_rows(rows, num_rows) if self._collective else search.find(rows, num_rows)
+        except Exception as error:  # a batch that cannot be taken apart: what broke the step is known all the same
+            samples, note = (), f"could not be determined: taking the batch apart raised {error!r:.120}"
         return dataclasses.replace(cause, samples=samples, samples_note=note)
 
     def _sees_batch(self, event: Event) -> bool:
