@@ -411,6 +411,30 @@ def buffer_that_was_loaded_bad() -> Training:
     return Training(model, points(2, width=4), mse)
 
 
+def distil(teacher: nn.Module) -> Training:
+    teacher.requires_grad_(False).eval()
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch[0])  # culprit
+        return F.mse_loss(m(batch[0]), target)
+
+    return Training(nn.Linear(4, 2), points(3, width=4), loss)
+
+
+@case("nan", phase="parameter", ops="parameter", guarded="nonfinite_loss")
+def teacher_that_was_loaded_bad() -> Training:
+    teacher = stack(4, 8, 2)
+    with torch.no_grad():
+        teacher[2].bias[1] = math.nan
+    return distil(teacher)
+
+
+@case()
+def fine_teacher() -> Training:
+    return distil(stack(4, 8, 2))
+
+
 @case("nan", phase="input", ops="input", step=1, guarded="nonfinite_loss")
 def nested_batch_with_a_hole() -> Training:
     model = stack(4, 8, 1)

@@ -26,6 +26,7 @@ from steadygrad.diagnose.meeting import CollectiveError
 from steadygrad.diagnose.optimizers import trace_optimizers
 from steadygrad.diagnose.own_names import use_own_names
 from steadygrad.diagnose.ranges import Range
+from steadygrad.diagnose.reachable import name_reachable
 from steadygrad.diagnose.replay import Observer, Run, Step, call_user, sum_outputs
 from steadygrad.diagnose.samples import SampleSearch
 from steadygrad.diagnose.situation import Situation
@@ -217,10 +218,18 @@ class Diagnosis:
         return builder.build(), closeup.views.get(origin.event.number)
 
     def _find_owner(self, builder: CauseBuilder) -> Owner | None:
-        """Return what a tensor from outside of the step is; None if it is neither of the batch nor of the model."""
+        """Return what a tensor from outside of the step is; None if the step function reaches it by no name."""
         # Where no line of the program uses the tensor, the line that called the model is shown, with its words.
         inputs = dict(self._step.spell_inputs(at_call=builder.place.code is None))
-        return name_owners(self._trace, inputs, self._step.model).get(builder.find_given_key() or 0)
+        key = builder.find_given_key()
+        owner = name_owners(self._trace, inputs, self._step.model).get(key or 0)
+        if owner is not None or key is None:
+            return owner
+        lineage = self._trace.lineage
+        found = name_reachable(
+            self._step.fn, self._step.args, self._step.kwargs, lambda tensor: key in lineage.find_keys(tensor)[:1]
+        )
+        return None if found is None else Owner(*found, is_models=False)
 
     def _add_samples(self, cause: Cause, view: View | None) -> Cause:
         if cause.phase in ("input", "parameter"):

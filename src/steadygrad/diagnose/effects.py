@@ -162,13 +162,13 @@ class Effects:
         ]
         if fn.__dict__:
             self._look_at_container(fn.__dict__, fn.__name__)
-        if _is_library(fn.__code__.co_filename) or (fn.__module__ or "").partition(".")[0] in _OPAQUE_PACKAGES:
+        if is_library(fn.__code__.co_filename) or (fn.__module__ or "").partition(".")[0] in _OPAQUE_PACKAGES:
             return  # wherever it is installed: `is_replaying` reads a counter of ours, which is not to be put back
         used = _list_names(fn.__code__)
         for name in used:
             if name in fn.__globals__:
                 value = fn.__globals__[name]
-                if is_a(value, types.ModuleType) and not _is_library(getattr(value, "__file__", None) or ""):
+                if is_a(value, types.ModuleType) and not is_library(getattr(value, "__file__", None) or ""):
                     # The code does not say which names are attributes of this module: all of them are looked up.
                     self._todo += [(vars(value)[n], f"{name}.{n}") for n in used if n in vars(value)]
                 elif is_a(value, types.ModuleType) and value.__name__.partition(".")[0] in _TRACKERS:
@@ -227,7 +227,7 @@ class Effects:
             self.obstacle = f"it writes to a tracker ({name})"
         elif package in _OPAQUE_PACKAGES:
             return
-        elif (held_in_dict := _read_dict(thing)) is not None:
+        elif (held_in_dict := read_dict(thing)) is not None:
             self._look_at_container(held_in_dict, name)
         elif slots := _list_slots(kind):
             held = _read_slots(thing, slots)
@@ -249,7 +249,7 @@ def _copy(thing: Any) -> Any:
     return dict(thing) if isinstance(thing, dict) else thing.copy()
 
 
-def _read_dict(thing: Any) -> dict[str, Any] | None:
+def read_dict(thing: Any) -> dict[str, Any] | None:
     """Return the attributes of an object past its own `__getattribute__`, which may raise; None if it has no dict."""
     try:
         found: dict[str, Any] = object.__getattribute__(thing, "__dict__")
@@ -333,6 +333,6 @@ def _find_library_folders() -> tuple[str, ...]:
     return tuple({*(path for path in paths if path), *site.getsitepackages()})
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Whether code is of an installed package: its globals are not the user's."""
     return not file or file.startswith(("<frozen", *_find_library_folders()))

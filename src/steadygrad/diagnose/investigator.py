@@ -188,7 +188,7 @@ class Investigator:
 
     def add_since_when(self, cause: Cause, given: Collection[str]) -> Cause:
         """Add when a bad weight went bad: before the first step (`given`), in a checkpoint, or during training."""
-        if cause.phase != "parameter":
+        if cause.phase != "parameter" or cause.module is None:  # None: another network's, which is not watched
             return cause
         if cause.name in given:
             note = (

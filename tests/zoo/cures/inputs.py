@@ -25,6 +25,12 @@ def spoil(layer: nn.Module, name: str) -> Names:
     return {"x": ROWS, "layer": layer.eval(), "last_good": before}
 
 
+def spoil_other(model: nn.Module) -> Names:
+    """A model and a copy of it that has a NaN."""
+    spoilt = spoil(copy.deepcopy(model), "weight")
+    return {"x": ROWS, "network": spoilt["layer"], "model": model, "last_good": spoilt["last_good"]}
+
+
 def call_layer(result: object, names: Names) -> Tensor:
     return names["layer"](names["x"])
 
@@ -68,6 +74,12 @@ CURES = {
         unseen="it is not an argument of the step",
     ),
     "weight_not_finite": Cure(broken="None", sick=spoil(nn.Linear(3, 2), "weight"), apply=call_layer),
+    "other_weight_not_finite": Cure(
+        broken="None",
+        sick=spoil_other(nn.Linear(3, 2)),
+        apply=lambda result, names: names["network"](names["x"]),
+        unseen="the only network that is given is taken for the model",
+    ),
     "running_statistics_not_finite": Cure(
         broken="None", sick=spoil(nn.BatchNorm1d(3), "running_mean"), apply=call_layer
     ),

@@ -62,6 +62,15 @@ ENTRIES = (
         fixes=("layer.load_state_dict(last_good)", "layer.reset_parameters()"),
     ),
     Entry(
+        name="other_weight_not_finite",
+        ops=("outside",),
+        phases=("parameter",),
+        why="a weight of another network that the step uses held NaN or Inf before the step: the checkpoint that "
+        "it was loaded from or the code that updates it wrote it, and no skip can heal it",
+        evidence=count_nonfinite(),
+        fixes=("network.load_state_dict(last_good)", "network.load_state_dict(model.state_dict())"),
+    ),
+    Entry(
         name="running_statistics_not_finite",
         phases=("parameter",),
         conditions=(is_named("running_mean", "running_var"),),
