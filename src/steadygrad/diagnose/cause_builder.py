@@ -214,7 +214,7 @@ class CauseBuilder:
         links = [self._spell_link(self.culprit)]
         if origin.source is not None:
             links.insert(0, self._spell_link(origin.source))
-        if self.phase == "backward":
+        if self.phase == "backward" and origin.event.node is not None:
             links.append(f"{origin.event.node} in backward")
         if origin.turned is not None:
             links.append(self._spell_link(origin.turned))

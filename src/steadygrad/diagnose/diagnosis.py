@@ -234,7 +234,8 @@ class Diagnosis:
     def _add_samples(self, cause: Cause, view: View | None) -> Cause:
         if cause.phase in ("input", "parameter"):
             return cause
-        if self._culprit is not None and not self._sees_batch(self._culprit):
+        # What Python or numpy gave may have been made of the batch all the same.
+        if self._culprit is not None and not self._culprit.is_given and not self._sees_batch(self._culprit):
             return dataclasses.replace(cause, samples_note="none is to blame: the op sees nothing of the batch")
         rows, num_rows = ((), 0) if view is None else (view.bad_rows, view.num_rows)
         try:

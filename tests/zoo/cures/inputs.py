@@ -84,8 +84,15 @@ CURES = {
         broken="None", sick=spoil(nn.BatchNorm1d(3), "running_mean"), apply=call_layer
     ),
     "nan_written_on_purpose": Cure(
+        broken="torch.full((2,), float('nan'))",
+        also=("torch.full_like(x, float('nan'))",),
+        sick={"x": t(1, 2)},
+        derive=lambda names: {"constant": torch.tensor(math.nan)},
+        apply=lambda result, names: names["x"] * result,
+    ),
+    "made_outside_of_torch": Cure(
         broken="constant",
-        also=("torch.full((2,), float('nan'))", "torch.full_like(x, float('nan'))"),
+        also=("torch.tensor([math.nan, 1.0])",),
         sick={"x": t(1, 2)},
         derive=lambda names: {"constant": torch.tensor(math.nan)},
         apply=lambda result, names: names["x"] * result,
