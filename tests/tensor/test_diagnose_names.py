@@ -117,16 +117,95 @@ def test_a_tensor_from_around_the_function_is_called_by_its_variable() -> None:
 
 
 def test_a_tensor_that_no_name_reaches_is_told_as_one_made_outside() -> None:
-    def make() -> Tensor:
-        return kept[0]()
-
-    images = poisoned()
-    kept = [lambda: images]
+    make = functools.cache(poisoned)
+    make()
 
     cause = find(lambda: MODEL(make()).mean())
 
     assert cause.headline == "NaN loss, already in a tensor made outside of the step"
     assert cause.fixes == ("replace its NaN with torch.nan_to_num",)
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+        with torch.no_grad():
+            self.fc.weight[0, 2] = math.nan
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+TEACHER = Teacher()
+
+
+def use_global(x: Tensor) -> Tensor:
+    return (MODEL(x) - TEACHER(x)).mean()
+
+
+class Distiller:
+    def __init__(self) -> None:
+        self.critics = {"teacher": [Teacher()]}
+        self.centre = torch.full((1,), math.inf)
+
+    def step(self, x: Tensor) -> Tensor:
+        return (MODEL(x) - self.critics["teacher"][0](x)).mean()
+
+
+def use_argument(x: Tensor, teacher: nn.Module) -> Tensor:
+    return (MODEL(x) - teacher(x)).mean()
+
+
+def use_attribute(distiller: Distiller, x: Tensor) -> Tensor:
+    return (MODEL(x) - distiller.centre).mean()
+
+
+def use_function(x: Tensor) -> Tensor:
+    return use_global(x) * 2
+
+
+teacher = Teacher()
+
+
+@pytest.mark.parametrize(
+    ("fn", "others", "name"),
+    [
+        (lambda x: (MODEL(x) - teacher(x)).mean(), (), "teacher.fc.weight"),
+        (use_global, (), "TEACHER.fc.weight"),
+        (use_function, (), "TEACHER.fc.weight"),
+        (Distiller().step, (), "self.critics['teacher'][0].fc.weight"),
+        (use_argument, (Teacher(),), "teacher.fc.weight"),
+        (functools.partial(use_argument, teacher=Teacher()), (), "teacher.fc.weight"),
+    ],
+    ids=["variable", "global", "of a function", "self", "argument", "partial"],
+)
+def test_a_bad_weight_of_another_network_is_named(fn: Callable[..., Any], others: tuple[Any, ...], name: str) -> None:
+    cause = find(fn, torch.randn(6, 4), *others)
+
+    assert cause.headline == f"NaN loss, already in the parameter {name}"
+    assert cause.module is None, "it is in no module of the model"
+    assert cause.explanation.startswith(
+        "a weight of another network that the step uses held NaN or Inf before the step"
+    )
+
+
+def test_a_bad_tensor_of_an_object_is_named() -> None:
+    cause = find(use_attribute, Distiller(), torch.randn(6, 4))
+
+    assert cause.headline == "Inf loss, already in the input distiller.centre"
+
+
+def test_a_guard_says_nothing_of_its_own_steps_about_another_networks_weight() -> None:
+    guard = Guard(MODEL, torch.optim.SGD(MODEL.parameters(), lr=0.0))
+    healthy = nn.Linear(4, 1)
+    guard.step(use_argument, torch.randn(6, 4), healthy)
+    guard.step(use_argument, torch.randn(6, 4), Teacher())
+
+    cause = guard.incidents[-1].cause
+    guard.close()
+    assert cause is not None
+    assert (cause.name, cause.note) == ("teacher.fc.weight", "")
 
 
 def test_what_a_model_was_called_with_is_called_as_on_the_line_that_is_shown() -> None:

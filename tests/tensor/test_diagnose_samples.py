@@ -6,6 +6,7 @@ import collections
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,3 +159,19 @@ def test_lists_of_one_item_a_sample_are_cut_too() -> None:
 def test_the_size_of_a_batch_is_what_most_tensors_share() -> None:
     assert count_samples((torch.ones(5, 2), torch.ones(5), torch.ones(3)), {}) == 5
     assert count_samples((nn.Linear(7, 7), 3), {"x": torch.tensor(1.0)}) is None
+
+
+def test_a_sample_that_went_through_numpy_is_found() -> None:
+    model, x = nn.Linear(4, 1), torch.randn(6, 4)
+    x[4] = 0.0
+
+    def fn(x: Tensor) -> Tensor:
+        rows = x.numpy()
+        with np.errstate(all="ignore"):
+            return model(torch.from_numpy(rows / np.linalg.norm(rows, axis=1, keepdims=True))).mean()
+
+    cause = diagnose(fn, x, model=model)
+
+    assert cause is not None
+    assert cause.samples == (4,)
+    assert "Python or numpy computed them" in cause.explanation

@@ -334,7 +334,7 @@ def test_of_several_calls_that_a_loss_is_made_of_the_bad_one_is_named() -> None:
     assert cause.note.startswith("In the second of 2 calls of the model.")
 
 
-class Unreadable:
+class NoClass:
     """As a lazy proxy outside of its context."""
 
     @property
@@ -342,20 +342,89 @@ class Unreadable:
         raise RuntimeError("outside of its context")
 
 
-unreadable = Unreadable()
+class NoAttributes:
+    """As settings whose names are looked up in a file."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
 
 
-def take_root_beside_something_unreadable(model: nn.Module, x: Tensor) -> Tensor:
-    _ = unreadable
-    return model(x).sqrt().mean()
+class NothingAtAll:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
 
 
-def test_what_a_step_refers_to_may_be_unreadable() -> None:
+class NoDict:
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("closed")
+
+
+class NoItems(dict[str, Any]):
+    """As a store whose connection is closed."""
+
+    def __len__(self) -> int:
+        raise OSError("closed")
+
+    def items(self) -> Any:
+        raise OSError("closed")
+
+
+class NoLength(list[Any]):
+    def __len__(self) -> int:
+        raise OSError("closed")
+
+    def __iter__(self) -> Any:
+        raise OSError("closed")
+
+
+UNREADABLE = [NoClass, NoAttributes, NothingAtAll, NoDict, NoItems, NoLength]
+unreadable = pytest.mark.parametrize("kind", UNREADABLE, ids=lambda kind: kind.__name__)
+
+
+def make_root() -> tuple[nn.Linear, Guard]:
     model = nn.Linear(2, 1)
-    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.0))
     nn.init.ones_(model.weight)
+    return model, Guard(model, torch.optim.SGD(model.parameters(), lr=0.0))
 
-    guard.step(take_root_beside_something_unreadable, model, torch.full((2, 2), -5.0))
-    guard.step(take_root_beside_something_unreadable, model, torch.full((2, 2), 5.0))
 
-    assert [(incident.step, incident.outcome.action) for incident in guard.incidents] == [(0, Action.SKIP)]
+@unreadable
+@pytest.mark.parametrize("where", ["closure", "argument"])
+def test_an_object_that_cannot_be_read_costs_no_diagnosis(kind: type, where: str) -> None:
+    model, guard = make_root()
+    thing, calls = kind(), []
+
+    def from_closure(x: Tensor) -> Tensor:
+        calls.append(thing)
+        return model(x).sqrt().mean()
+
+    def from_argument(x: Tensor, _thing: Any) -> Tensor:
+        calls.append(_thing)
+        return model(x).sqrt().mean()
+
+    for value in (-5.0, 5.0):
+        x = torch.full((2, 2), value)
+        guard.step(*((from_closure, x) if where == "closure" else (from_argument, x, thing)))
+
+    (incident,) = guard.incidents
+    assert (incident.step, incident.outcome.action) == (0, Action.SKIP)
+    assert incident.cause is not None
+    assert incident.cause.op == "aten.sqrt"
+    assert len(calls) == 2, "what the replays changed of readable objects is put back"
+
+
+@unreadable
+def test_an_argument_that_cannot_be_read_does_not_end_a_training(kind: type) -> None:
+    class Scale(nn.Linear):
+        def forward(self, x: Tensor, _thing: Any) -> Tensor:
+            return super().forward(x)
+
+    model = Scale(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    guard.step(lambda x, thing: model(x, thing).square().mean(), torch.ones(2, 2), kind())
+    guard.step(model(torch.ones(2, 2), kind()).square().mean())
+    guard.step(model(torch.ones(2, 2), _thing=kind()).square().mean())
+
+    assert guard.last is not None
+    assert (guard.last.step, guard.incidents) == (2, [])

@@ -114,6 +114,7 @@ def agree(some: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
 UNSEEN = {
     "outside_tensor_with_nan": Situation(op="outside", phase="input", kind="nan"),
     "outside_tensor_with_inf": Situation(op="outside", phase="input", kind="inf"),
+    "other_weight_not_finite": Situation(op="outside", phase="parameter", kind="nan"),
     "batch_norm_of_one_sample": Situation(op="aten.native_batch_norm", phase="forward", kind="error"),
     "optimizer_squares_overflow": Situation(op="aten._foreach_addcmul_", phase="optimizer", kind="inf"),
     "nonfinite_in_optimizer": Situation(op="aten.erfinv", phase="optimizer", kind="nan"),

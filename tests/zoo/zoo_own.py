@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -409,6 +410,134 @@ def buffer_that_was_loaded_bad() -> Training:
     model.norm.running_mean.fill_(math.nan)
     model.norm.eval()
     return Training(model, points(2, width=4), mse)
+
+
+def distil(teacher: nn.Module) -> Training:
+    teacher.requires_grad_(False).eval()
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch[0])  # culprit
+        return F.mse_loss(m(batch[0]), target)
+
+    return Training(nn.Linear(4, 2), points(3, width=4), loss)
+
+
+def normalise_in_numpy(batches: list[Any]) -> Training:
+    model = nn.Linear(4, 1)
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        rows = batch[0].numpy()
+        with np.errstate(all="ignore"):
+            rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        return F.mse_loss(m(torch.from_numpy(rows)), batch[1])
+
+    return Training(model, batches, loss)
+
+
+@case("nan", ops="lift_fresh", step=1, guarded="nonfinite_loss")
+def features_normalised_in_numpy() -> Training:
+    batches = points(3, width=4)
+    batches[1][0][2] = 0.0
+    return normalise_in_numpy(batches)
+
+
+@case()
+def fine_features_from_numpy() -> Training:
+    return normalise_in_numpy(points(3, width=4))
+
+
+def divide_in_numpy(batches: list[Any]) -> Training:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, size: Tensor) -> Tensor:
+            ctx.save_for_backward(size)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            with np.errstate(all="ignore"):
+                return torch.from_numpy(grad.numpy() / ctx.saved_tensors[0].numpy()), None
+
+    model = nn.Linear(4, 1)
+    return Training(model, batches, lambda m, b: (Scaled.apply(m(b[0]), b[1]) * torch.ones(8, 1)).mean())
+
+
+@case("nan inf", phase="backward", ops="lift_fresh", step=1, guarded="nonfinite_gradient")
+def custom_backward_in_numpy() -> Training:
+    batches = [(torch.randn(8, 4), torch.rand(8, 1) + 1) for _ in range(3)]
+    batches[1][1][:2] = 0.0
+    return divide_in_numpy(batches)
+
+
+@case()
+def fine_custom_backward_in_numpy() -> Training:
+    return divide_in_numpy([(torch.randn(8, 4), torch.rand(8, 1) + 1) for _ in range(3)])
+
+
+def penalise_by_transform(batches: list[Any], bias: float) -> Training:
+    model = nn.Linear(4, 1)
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        def length(weights: dict[str, Tensor]) -> Tensor:
+            return (torch.func.functional_call(m, weights, (batch[0],)).square() + bias).sqrt().sum()
+
+        slopes = torch.func.grad(length)(dict(m.named_parameters()))
+        return F.mse_loss(m(batch[0]), batch[1]) + 0.01 * slopes["weight"].square().sum()
+
+    with torch.no_grad():
+        model.bias.zero_()
+    return Training(model, batches, loss, optimizer=sgd(model, 0.0))
+
+
+@case("nan", phase="backward", ops="sqrt", step=1, guarded="nonfinite_loss")
+def root_inside_of_a_transform() -> Training:
+    batches = points(3, width=4)
+    batches[1][0][2] = 0.0
+    return penalise_by_transform(batches, 0.0)
+
+
+@case()
+def fine_root_inside_of_a_transform() -> Training:
+    batches = points(3, width=4)
+    batches[1][0][2] = 0.0
+    return penalise_by_transform(batches, 1e-6)
+
+
+def scale_by_python_number(batches: list[Any]) -> Training:
+    model = nn.Linear(4, 1)
+
+    def loss(m: nn.Module, batch: Any) -> Tensor:
+        num = batch[2].sum().item()
+        scale = 1.0 / num if num else INF
+        return ((m(batch[0]) - batch[1]).square() * batch[2]).sum() * scale
+
+    return Training(model, batches, loss)
+
+
+@case("nan", ops="mul", step=1, guarded="nonfinite_loss")
+def masked_loss_scaled_by_an_infinite_number() -> Training:
+    return scale_by_python_number(
+        [(x, y, torch.full((8, 1), float(i != 1))) for i, (x, y) in enumerate(points(3, width=4))]
+    )
+
+
+@case()
+def fine_masked_loss_scaled_by_a_number() -> Training:
+    return scale_by_python_number([(x, y, torch.ones(8, 1)) for x, y in points(3, width=4)])
+
+
+@case("nan", phase="parameter", ops="parameter", guarded="nonfinite_loss")
+def teacher_that_was_loaded_bad() -> Training:
+    teacher = stack(4, 8, 2)
+    with torch.no_grad():
+        teacher[2].bias[1] = math.nan
+    return distil(teacher)
+
+
+@case()
+def fine_teacher() -> Training:
+    return distil(stack(4, 8, 2))
 
 
 @case("nan", phase="input", ops="input", step=1, guarded="nonfinite_loss")

@@ -19,6 +19,7 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.scaler import LossScale
 from steadygrad.clip.edit import multiply
 from steadygrad.measure import Measurement, Meter, Transfer
+from steadygrad.measure.gradient_access import Signature
 from steadygrad.measure.measurement import FOUND, LOSS
 
 
@@ -33,6 +34,9 @@ class Accumulated:
     """The numbers of the microbatch dropped last."""
     overflowed: bool = False
     """Whether one was dropped for non-finite gradients with a finite loss: the loss scale may be too high."""
+
+    signature: Signature | None = None
+    """Of the gradients, as `guard.backward` left them."""
 
     @property
     def all_dropped(self) -> bool:

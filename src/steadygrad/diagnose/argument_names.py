@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from steadygrad.diagnose.expressions import name_arguments_of_call
 from steadygrad.state.trained_parameters import unwrap
-from steadygrad.state.tree import spell_tensors
+from steadygrad.state.tree import is_a, spell_tensors
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 MOST_ITEMS = 1000
@@ -63,7 +63,7 @@ def _spell_call(
 def _spell_arguments(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    bound = _bind(fn, args, kwargs)
+    bound = bind(fn, args, kwargs)
     if bound is not None:
         for name, value in bound.items():
             yield from spell_tensors(value, name)
@@ -76,23 +76,23 @@ def _spell_arguments(
         yield from spell_tensors(value, name)
 
 
-def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+def bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the arguments by the names of the parameters; None where a function does not show them."""
     function = unwrap(fn).forward if isinstance(fn, nn.Module) else fn
     try:
         return dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # written in C, or wrapped by something with other parameters
+    except Exception:  # written in C, wrapped by something with other parameters, or an object that cannot be read
         return None
 
 
 def _spell_referred(fn: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a function takes from a partial, from its object, or from around it."""
     while isinstance(fn, functools.partial):
-        for name, value in (_bind(fn.func, fn.args, fn.keywords) or {}).items():
+        for name, value in (bind(fn.func, fn.args, fn.keywords) or {}).items():
             yield from spell_tensors(value, name)
         fn = fn.func
-    for name, value in (*_list_attributes(fn), *_list_around(fn)):
-        if isinstance(value, Tensor) or _is_short(value):
+    for name, value in (*list_attributes(fn), *list_around(fn)):
+        if is_a(value, Tensor) or _is_short(value):
             yield from spell_tensors(value, name)
 
 
@@ -104,12 +104,14 @@ def _is_short(value: Any) -> bool:
         return False
 
 
-def _list_attributes(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+def list_attributes(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of the object behind a method or a callable."""
     owner = None if inspect.isfunction(fn) else getattr(fn, "__self__", fn)
     yield from ((f"self.{name}", value) for name, value in getattr(owner, "__dict__", {}).items())
 
 
-def _list_around(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+def list_around(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what a function takes from the functions around it and from its module."""
     function = getattr(fn, "__func__", fn)
     code = getattr(function, "__code__", None)
     if code is None:

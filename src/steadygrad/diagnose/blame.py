@@ -168,7 +168,8 @@ class Blame:
         event, made = birth.event, birth.range
         if made.has_nan:
             return False
-        if event.constant:
+        # Not so what a custom backward or a hook makes of Python numbers: gradients have no masks.
+        if event.constant and not (event.is_given and event.place.in_backward):
             return True
         if event.is_given or self._is_log_of_mask(event):
             # The log of a mask is meant for softmax, logsumexp and attention; elsewhere a log(0) is a mistake.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -27,9 +27,18 @@ MAX_NEIGHBOURS = 6
 """Ops before and after the culprit that an explanation can use."""
 
 OUTSIDE_OF_STEP = "a tensor made outside of the step"
-"""Name of a tensor that is neither of the batch nor of the model."""
-Owner = tuple[str, str, Tensor]
-"""What a tensor from outside of the step is: 'input' or 'parameter', its name, the tensor."""
+"""Name of a tensor that is neither of the batch nor of the model, and that the step function reaches by no name."""
+
+
+class Owner(NamedTuple):
+    """What a tensor from outside of the step is."""
+
+    phase: str
+    """'input' or 'parameter'."""
+    name: str
+    tensor: Tensor
+    is_models: bool = True
+    """Whether a parameter is the model's, and not another network's."""
 
 
 @dataclass(slots=True)
@@ -205,7 +214,7 @@ class CauseBuilder:
         links = [self._spell_link(self.culprit)]
         if origin.source is not None:
             links.insert(0, self._spell_link(origin.source))
-        if self.phase == "backward":
+        if self.phase == "backward" and origin.event.node is not None:
             links.append(f"{origin.event.node} in backward")
         if origin.turned is not None:
             links.append(self._spell_link(origin.turned))
@@ -233,11 +242,11 @@ def add_sources(operands: Sequence[Operand], place: Place, op: str) -> tuple[Ope
 def describe_given(builder: CauseBuilder, owner: Owner | None, batch: Sequence[tuple[str, Tensor]]) -> Cause:
     """The Cause of a value that was bad before the step began."""
     origin = builder.origin
-    phase, name, tensor = owner or ("input", OUTSIDE_OF_STEP, None)
+    phase, name, tensor, is_models = owner or ("input", OUTSIDE_OF_STEP, None, False)
     operand = None if tensor is None else measure_operand(name, tensor)
     is_sample = phase == "input" and any(tensor is take_local(one) for _, one in batch)
     situation = Situation(
-        op=phase if is_sample or phase == "parameter" else "outside",
+        op=phase if is_sample or (phase == "parameter" and is_models) else "outside",
         phase=phase,
         kind=builder.born,
         operands=() if operand is None else (operand,),
@@ -246,7 +255,7 @@ def describe_given(builder: CauseBuilder, owner: Owner | None, batch: Sequence[t
     why = explain(situation)
     hurt = origin.hurt
     where = builder.where_of(builder.place, builder.modules)
-    where["module"] = name.rpartition(".")[0] if phase == "parameter" else None
+    where["module"] = name.rpartition(".")[0] if phase == "parameter" and is_models else None
     rows = find_bad_rows(tensor) if is_sample and tensor is not None else ()
     size = tensor.shape[0] if rows and tensor is not None else 0
     return Cause(
@@ -274,7 +283,7 @@ def name_owners(trace: Trace, inputs: Mapping[str, Tensor], model: nn.Module | N
         part = take_local(tensor)
         for key in trace.lineage.find_keys(part)[:1]:
             # The first name wins: tied weights, and a batch that is a view of another argument, have several.
-            owners.setdefault(key, (phase, name, part))
+            owners.setdefault(key, Owner(phase, name, part))
     return owners
 
 

@@ -26,6 +26,7 @@ from steadygrad.diagnose.meeting import CollectiveError
 from steadygrad.diagnose.optimizers import trace_optimizers
 from steadygrad.diagnose.own_names import use_own_names
 from steadygrad.diagnose.ranges import Range
+from steadygrad.diagnose.reachable import name_reachable
 from steadygrad.diagnose.replay import Observer, Run, Step, call_user, sum_outputs
 from steadygrad.diagnose.samples import SampleSearch
 from steadygrad.diagnose.situation import Situation
@@ -217,20 +218,32 @@ class Diagnosis:
         return builder.build(), closeup.views.get(origin.event.number)
 
     def _find_owner(self, builder: CauseBuilder) -> Owner | None:
-        """Return what a tensor from outside of the step is; None if it is neither of the batch nor of the model."""
+        """Return what a tensor from outside of the step is; None if the step function reaches it by no name."""
         # Where no line of the program uses the tensor, the line that called the model is shown, with its words.
         inputs = dict(self._step.spell_inputs(at_call=builder.place.code is None))
-        return name_owners(self._trace, inputs, self._step.model).get(builder.find_given_key() or 0)
+        key = builder.find_given_key()
+        owner = name_owners(self._trace, inputs, self._step.model).get(key or 0)
+        if owner is not None or key is None:
+            return owner
+        lineage = self._trace.lineage
+        found = name_reachable(
+            self._step.fn, self._step.args, self._step.kwargs, lambda tensor: key in lineage.find_keys(tensor)[:1]
+        )
+        return None if found is None else Owner(*found, is_models=False)
 
     def _add_samples(self, cause: Cause, view: View | None) -> Cause:
         if cause.phase in ("input", "parameter"):
             return cause
-        if self._culprit is not None and not self._sees_batch(self._culprit):
+        # What Python or numpy gave may have been made of the batch all the same.
+        if self._culprit is not None and not self._culprit.is_given and not self._sees_batch(self._culprit):
             return dataclasses.replace(cause, samples_note="none is to blame: the op sees nothing of the batch")
         rows, num_rows = ((), 0) if view is None else (view.bad_rows, view.num_rows)
-        search = SampleSearch(self._step)
-        # Parts of the batch are not tried on many ranks: each might need another number of replays.
-        samples, note = search.read_rows(rows, num_rows) if self._collective else search.find(rows, num_rows)
+        try:
+            search = SampleSearch(self._step)
+            # Parts of the batch are not tried on many ranks: each might need another number of replays.
+            samples, note = search.read_rows(rows, num_rows) if self._collective else search.find(rows, num_rows)
+        except Exception as error:  # a batch that cannot be taken apart: what broke the step is known all the same
+            samples, note = (), f"could not be determined: taking the batch apart raised {error!r:.120}"
         return dataclasses.replace(cause, samples=samples, samples_note=note)
 
     def _sees_batch(self, event: Event) -> bool:

@@ -23,12 +23,14 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from steadygrad.state.tree import is_a
 
 MAX_OBJECTS = 20_000
 """Objects that are looked at; a function that reaches more is not run again."""
@@ -100,36 +102,41 @@ class Effects:
         self._array_bytes = 0
         self._todo: list[tuple[Any, str]] = [(fn, "the function"), (args, "an argument"), (dict(kwargs), "an argument")]
         while self._todo and self.obstacle is None:
-            self._look(*self._todo.pop())
+            try:
+                self._look(*self._todo.pop())
+            except MemoryError:  # of a copy of ours: the original could not be put back
+                raise
+            except Exception:  # the code of an object of the program's; that one is left as the replay leaves it
+                continue
         # Stopped at an obstacle, it may still refer to the program's objects.
         self._todo.clear()
 
     def undo(self) -> bool:
         """Restore every container, attribute and generator; return whether a container had changed."""
-        changed = [put_back() is True for put_back in self._undo]  # a list: any() alone would stop at the first
+        changed = [_try(put_back) for put_back in self._undo]  # a list: any() alone would stop at the first
         return any(changed)
 
     # --- the walk ---------------------------------------------------------------------------------------------------
 
     def _look(self, thing: Any, name: str) -> None:
-        if isinstance(thing, _ATOMS) or id(thing) in self._seen:
+        if is_a(thing, _ATOMS) or id(thing) in self._seen:
             return
         self._seen.add(id(thing))
         self._alive.append(thing)
         if len(self._seen) > MAX_OBJECTS:
             self.obstacle = f"it reaches more than {MAX_OBJECTS} objects, too many to put back"
         # Before the packages below: a module of torch's own may hold the program's objects.
-        elif isinstance(thing, nn.Module):
+        elif is_a(thing, nn.Module):
             self._look_at_module(thing, name)
-        elif isinstance(thing, types.FunctionType):
+        elif is_a(thing, types.FunctionType):
             self._look_at_function(thing)
-        elif isinstance(thing, types.MethodType):
+        elif is_a(thing, types.MethodType):
             self._todo += [(thing.__self__, name), (thing.__func__, name)]
-        elif isinstance(thing, functools.partial):
+        elif is_a(thing, functools.partial):
             self._todo += [(thing.func, name), (thing.args, name), (thing.keywords, name)]
-        elif isinstance(thing, types.ModuleType):
+        elif is_a(thing, types.ModuleType):
             pass  # the names that a function takes from a module are looked up where the function is
-        elif isinstance(thing, list | dict | set | deque | tuple | frozenset | bytearray):
+        elif is_a(thing, (list, dict, set, deque, tuple, frozenset, bytearray)):
             self._look_at_container(thing, name)
         elif not self._look_at_generator(thing):
             self._look_at_object(thing, name)
@@ -138,10 +145,10 @@ class Effects:
         if len(thing) > MAX_ITEMS:
             self.obstacle = f"{name} holds {len(thing)} items, too many to put back"
             return
-        if not isinstance(thing, tuple | frozenset):
+        if not is_a(thing, (tuple, frozenset)):
             self._undo.append(functools.partial(_put_back, thing, _copy(thing)))
-        items = thing.values() if isinstance(thing, dict) else () if isinstance(thing, bytearray) else thing
-        self._todo += [(item, name) for item in items if not isinstance(item, _ATOMS)]
+        items = thing.values() if is_a(thing, dict) else () if is_a(thing, bytearray) else thing
+        self._todo += [(item, name) for item in items if not is_a(item, _ATOMS)]
 
     def _look_at_function(self, fn: types.FunctionType) -> None:
         names = fn.__code__.co_freevars
@@ -155,18 +162,18 @@ class Effects:
         ]
         if fn.__dict__:
             self._look_at_container(fn.__dict__, fn.__name__)
-        if _is_library(fn.__code__.co_filename) or (fn.__module__ or "").partition(".")[0] in _OPAQUE_PACKAGES:
+        if is_library(fn.__code__.co_filename) or (fn.__module__ or "").partition(".")[0] in _OPAQUE_PACKAGES:
             return  # wherever it is installed: `is_replaying` reads a counter of ours, which is not to be put back
         used = _list_names(fn.__code__)
         for name in used:
             if name in fn.__globals__:
                 value = fn.__globals__[name]
-                if isinstance(value, types.ModuleType) and not _is_library(getattr(value, "__file__", None) or ""):
+                if is_a(value, types.ModuleType) and not is_library(getattr(value, "__file__", None) or ""):
                     # The code does not say which names are attributes of this module: all of them are looked up.
                     self._todo += [(vars(value)[n], f"{name}.{n}") for n in used if n in vars(value)]
-                elif isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _TRACKERS:
+                elif is_a(value, types.ModuleType) and value.__name__.partition(".")[0] in _TRACKERS:
                     self.obstacle = f"it writes to a tracker ({name})"
-                elif not isinstance(value, types.ModuleType):
+                elif not is_a(value, types.ModuleType):
                     self._undo.append(functools.partial(_put_back_name, fn.__globals__, name, value))
                     self._todo.append((value, name))
 
@@ -176,14 +183,14 @@ class Effects:
         for key in _MODULE_DICTS:
             inner = held.pop(key, {})
             self._undo.append(functools.partial(_put_back, inner, dict(inner)))
-            self._todo += [(value, name) for value in inner.values() if isinstance(value, nn.Module)]
-        self._todo += [(value, f"{name}.{key}") for key, value in held.items() if not isinstance(value, _ATOMS)]
+            self._todo += [(value, name) for value in inner.values() if is_a(value, nn.Module)]
+        self._todo += [(value, f"{name}.{key}") for key, value in held.items() if not is_a(value, _ATOMS)]
 
     def _look_at_generator(self, thing: Any) -> bool:
         """Handle the user's own random generators, and numpy arrays."""
-        if isinstance(thing, torch.Generator):
+        if is_a(thing, torch.Generator):
             self._undo.append(functools.partial(thing.set_state, thing.get_state()))
-        elif isinstance(thing, random.Random):
+        elif is_a(thing, random.Random):
             self._undo.append(functools.partial(thing.setstate, thing.getstate()))
         elif type(thing).__module__.partition(".")[0] != "numpy":
             return False
@@ -193,13 +200,13 @@ class Effects:
 
     def _look_at_numpy(self, thing: Any) -> None:
         numpy = sys.modules["numpy"]  # not imported here: it is not a dependency, and the object shows that it is there
-        if isinstance(thing, numpy.random.Generator):
+        if is_a(thing, numpy.random.Generator):
             thing = thing.bit_generator
-        if isinstance(thing, numpy.random.BitGenerator):
+        if is_a(thing, numpy.random.BitGenerator):
             self._undo.append(functools.partial(setattr, thing, "state", thing.state))
-        elif isinstance(thing, numpy.random.RandomState):
+        elif is_a(thing, numpy.random.RandomState):
             self._undo.append(functools.partial(thing.set_state, thing.get_state()))
-        elif isinstance(thing, numpy.ndarray) and thing.flags.writeable:
+        elif is_a(thing, numpy.ndarray) and thing.flags.writeable:
             self._array_bytes += thing.nbytes
             if self._array_bytes > MAX_ARRAY_BYTES:
                 self.obstacle = (
@@ -212,18 +219,18 @@ class Effects:
         kind = type(thing)
         package = kind.__module__.partition(".")[0]
         # Before the packages that are not looked into: torch's iterators over a DataLoader draw from it as well.
-        if isinstance(thing, Iterator | io.IOBase):
+        if is_a(thing, (Iterator, io.IOBase)):
             self.obstacle = f"it draws from a {kind.__name__} ({name})"
-        elif package in _OUTSIDE or isinstance(thing, threading.Thread):
+        elif package in _OUTSIDE or is_a(thing, threading.Thread):
             self.obstacle = f"it talks to another process or thread ({name}, a {kind.__qualname__})"
         elif package in _TRACKERS or kind.__module__.startswith("torch.utils.tensorboard"):
             self.obstacle = f"it writes to a tracker ({name})"
         elif package in _OPAQUE_PACKAGES:
             return
-        elif hasattr(thing, "__dict__"):
-            self._look_at_container(vars(thing), name)
+        elif (held_in_dict := read_dict(thing)) is not None:
+            self._look_at_container(held_in_dict, name)
         elif slots := _list_slots(kind):
-            held = {slot: getattr(thing, slot) for slot in slots if hasattr(thing, slot)}
+            held = _read_slots(thing, slots)
             self._undo.append(functools.partial(_put_back_slots, thing, held))
             self._todo += [(value, f"{name}.{slot}") for slot, value in held.items()]
         # Written in C, with a state that Python cannot see: nothing could be put back.
@@ -231,8 +238,32 @@ class Effects:
             self.obstacle = f"{name} is a {kind.__module__}.{kind.__qualname__}, whose state cannot be read"
 
 
+def _try(put_back: Callable[[], Any]) -> bool:
+    try:
+        return put_back() is True
+    except Exception:  # the program's own code; what comes after it must be put back all the same
+        return False
+
+
 def _copy(thing: Any) -> Any:
     return dict(thing) if isinstance(thing, dict) else thing.copy()
+
+
+def read_dict(thing: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object past its own `__getattribute__`, which may raise; None if it has no dict."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return None
+    return found
+
+
+def _read_slots(thing: Any, slots: Iterable[str]) -> dict[str, Any]:
+    held = {}
+    for slot in slots:
+        with contextlib.suppress(AttributeError):  # nothing was assigned to it yet
+            held[slot] = object.__getattribute__(thing, slot)
+    return held
 
 
 def _put_back(thing: Any, before: Any) -> bool:
@@ -274,7 +305,8 @@ def _put_back_name(namespace: dict[str, Any], name: str, value: Any) -> bool:
 
 
 def _put_back_slots(thing: Any, held: Mapping[str, Any]) -> bool:
-    changed = [slot for slot, value in held.items() if getattr(thing, slot, None) is not value]
+    now = _read_slots(thing, held)
+    changed = [slot for slot, value in held.items() if now.get(slot) is not value]
     for slot in changed:
         # Past the class: a frozen dataclass refuses setattr.
         object.__setattr__(thing, slot, held[slot])
@@ -301,6 +333,6 @@ def _find_library_folders() -> tuple[str, ...]:
     return tuple({*(path for path in paths if path), *site.getsitepackages()})
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Whether code is of an installed package: its globals are not the user's."""
     return not file or file.startswith(("<frozen", *_find_library_folders()))

@@ -17,16 +17,10 @@ from steadygrad.diagnose.meeting import Meeting
 from steadygrad.diagnose.optimizers import find_optimizers
 from steadygrad.diagnose.replay import Step
 from steadygrad.diagnose.step_arguments import find_model
-from steadygrad.diagnose.symptoms import find_symptoms
+from steadygrad.diagnose.unrepeated import Rest, describe_unrepeated
 from steadygrad.facts import Cause
 
 FINITE_KINDS = ("exploding", "vanishing", "dead")
-HARDWARE = "suspect the hardware, or code that keeps state in Python"
-OUTSIDE = (
-    "The model's forward is healthy when it is replayed: look at the loss and at the code around the model. To have "
-    "them replayed too, give guard.step the function, or run: steadygrad diagnose RUN --entry MODULE:FUNCTION"
-)
-"""Reported when only a part of the step could be replayed, and that part did nothing wrong."""
 
 
 def diagnose(
@@ -71,6 +65,7 @@ def diagnose_capture(
     optimizers: Sequence[Optimizer] = (),
     expects: str | None = None,
     effects: Effects | None = None,
+    rest: Rest | None = None,
     **how: Any,
 ) -> Cause | None:
     """Diagnose a step that was captured before it ran. Never raises: failures are reported in the Cause.
@@ -78,8 +73,8 @@ def diagnose_capture(
     `scale` is the loss scale it ran with; `suspect` ('exploding', 'vanishing', 'dead') what its numbers look like;
     `expects` ('nan', 'inf') what was seen when it ran: a healthy replay is then reported as such, with what to suspect.
     Weights and buffers must be those that the step began with. `effects`: what the step does to objects of the
-    program's own, put back after each replay. `how`: the fields of a Step that say who replays it, this rank alone or
-    all ranks together.
+    program's own, put back after each replay. `rest`: what of the step is not in its replay. `how`: the fields of a
+    Step that say who replays it, this rank alone or all ranks together.
     """
     changed: tuple[str, ...] = ()
     try:
@@ -88,7 +83,7 @@ def diagnose_capture(
         diagnosis = Diagnosis(step, optimizers=optimizers, suspect=suspect)
         cause = diagnosis.make()
         if expects is not None and (cause is None or cause.kind in FINITE_KINDS):
-            cause = describe_unrepeated(step, expects, changed, diagnosis.fingerprints)
+            cause = describe_unrepeated(step, expects, changed, diagnosis.fingerprints, rest)
     # The training goes on, and the reason stands in the incident.
     except Exception as error:
         cause = unknown(f"the replay raised {error!r:.200}")
@@ -135,23 +130,3 @@ def diagnose_captures(
             note = f"In {which}. {cause.note}" if many else cause.note
             return dataclasses.replace(cause, note=note.strip()), capture
     return None, None
-
-
-def describe_unrepeated(step: Step, kind: str, changed: Sequence[str], known: Sequence[tuple[int, ...]] = ()) -> Cause:
-    """The step failed when it ran, and does not when it is replayed: two more replays say what to suspect.
-
-    On all ranks together no more are made: `known` fingerprints have to do.
-    """
-    if changed or step.is_model_call:
-        why = "the replay was healthy; the batch has changed since" if changed else OUTSIDE
-        return unknown(why, kind=kind, reproducible="no: the replay is not exact")
-    # Another replay here would be one that the other ranks do not make.
-    prints = list(known[:2]) if step.meeting is not None else []
-    while len(prints) < 2:
-        with step.replay() as run:
-            prints.append(find_symptoms(run, step.model).fingerprint)
-    if prints[0] == prints[1]:
-        suspect = f"two replays are healthy and equal bit for bit: {HARDWARE}"
-    else:
-        suspect = "two replays are healthy and differ: an op of the step is not deterministic"
-    return unknown(suspect, kind=kind, reproducible=f"no: {suspect}")

@@ -29,7 +29,9 @@ from steadygrad.diagnose.loss_calls import Span, find_calls, read_number
 from steadygrad.diagnose.meeting import Meeting
 from steadygrad.diagnose.quarantine import Quarantine
 from steadygrad.diagnose.step_arguments import name_inputs
+from steadygrad.diagnose.unrepeated import Rest
 from steadygrad.facts import Cause, Finding, Reading, Severity
+from steadygrad.measure.gradient_access import GradientAccess
 from steadygrad.state.shards import is_dtensor
 from steadygrad.state.tree import map_tensors
 
@@ -190,7 +192,7 @@ class Investigator:
 
     def add_since_when(self, cause: Cause, given: Collection[str]) -> Cause:
         """Add when a bad weight went bad: before the first step (`given`), in a checkpoint, or during training."""
-        if cause.phase != "parameter":
+        if cause.phase != "parameter" or cause.module is None:  # None: another network's, which is not watched
             return cause
         if cause.name in given:
             note = (
@@ -241,11 +243,12 @@ class Investigator:
         meeting: Meeting | None = None,
         is_suspect: bool = True,
         may_raise: bool = False,
+        access: GradientAccess = GradientAccess.POSSIBLE,
     ) -> Cause | None:
         """Return the cause of what was found, if it can be determined; keep the batch. Call `claim` first.
 
         `meeting`: all ranks make this call at once. `is_suspect`: whether the step was bad on this rank. `may_raise`:
-        the step has raised an error, and does so again.
+        the step has raised an error, and does so again. `access`: what the program could do to the gradients.
         """
         if not captures:
             return None
@@ -265,6 +268,7 @@ class Investigator:
                 optimizers=self._optimizers,
                 expects=expects,
                 effects=effects,
+                rest=self._find_rest(captures, reading, access),
                 **self._choose_replay(reading, meeting),
             )
             return self._keep_batch(cause, capture, reading.step, scale)
@@ -274,6 +278,12 @@ class Investigator:
             return None
         finally:
             self._inside = inside
+
+    def _find_rest(self, captures: Sequence[Capture], reading: Reading, access: GradientAccess) -> Rest:
+        # The gradients of a bad loss are bad before the program can change them.
+        access = GradientAccess.NONE if reading.loss_is_nonfinite else access
+        num = reading.num_microbatches - reading.num_dropped_microbatches
+        return Rest(access=access, num_microbatches=num, num_replayed=min(num, len(captures)))
 
     def _choose_replay(self, reading: Reading, meeting: Meeting | None) -> dict[str, Any]:
         """Return the fields of a Step that say who replays it."""

@@ -13,9 +13,9 @@ import torch
 
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.diagnosis import unknown
-from steadygrad.diagnose.entry import HARDWARE
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.diagnose.meeting import Meeting
+from steadygrad.diagnose.unrepeated import HARDWARE
 from steadygrad.facts import Cause
 from steadygrad.measure.ranks import Ranks
 

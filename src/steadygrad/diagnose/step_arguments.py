@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad.state.tree import find_tensors
+from steadygrad.state.tree import find_tensors, is_a
 
 
 def find_model(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module | None:
@@ -34,7 +34,7 @@ def _find_modules(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
         given += [*fn.args, *fn.keywords.values()]
         fn = fn.func
     given += [fn, getattr(fn, "__self__", None), *_find_referred(fn)]
-    return [thing for thing in given if isinstance(thing, nn.Module)]
+    return [thing for thing in given if is_a(thing, nn.Module)]
 
 
 def _find_referred(fn: Callable[..., Any]) -> list[Any]:
@@ -61,6 +61,6 @@ def name_modules(model: nn.Module | None) -> dict[int, str]:
 
 def name_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """Return path inside the arguments -> tensor; modules among the arguments are left out."""
-    given = [arg for arg in args if not isinstance(arg, nn.Module)]
-    named = {key: value for key, value in kwargs.items() if not isinstance(value, nn.Module)}
+    given = [arg for arg in args if not is_a(arg, nn.Module)]
+    named = {key: value for key, value in kwargs.items() if not is_a(value, nn.Module)}
     return list(find_tensors(given, named))

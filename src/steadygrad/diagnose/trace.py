@@ -23,6 +23,8 @@ from steadygrad.diagnose.ranges import NO_SLOT, RangeTable
 TO_HOST = ("aten._local_scalar_dense", "aten.item")
 FRESH = "aten.lift_fresh"
 """What `torch.tensor(...)` calls with the numbers that the program wrote down."""
+MOST_LEVELS = 4
+"""Transforms of torch.func inside one another, of which each makes a node for an op."""
 GIVEN = "given"
 """The name of an event that stands for a tensor from outside of the step."""
 
@@ -172,10 +174,21 @@ class Trace:
         candidates = [index for _, index in self._by_sequence.get(number, ())]
         fitting = [index for index in candidates if fits_node(self.events[index].name, node)]
         if not candidates:
-            return None
+            return self._find_forward_of_transform(number, node)
         found = (fitting or candidates)[-1]
         outer = self.events[found].forward if self.events[found].in_engine else None
         return found if outer is None else outer  # a graph of a graph: the first forward op
+
+    def _find_forward_of_transform(self, number: int, node: str) -> int | None:
+        """Inside `torch.func.grad` an op makes a node for each level, the transform's first: its number comes before.
+
+        The op itself is dispatched after the last of them, so it is looked for at the next numbers, by its name.
+        """
+        for next_number in range(number + 1, number + 1 + MOST_LEVELS):
+            for _, index in self._by_sequence.get(next_number, ()):
+                if not self.events[index].in_engine and fits_node(self.events[index].name, node):
+                    return index
+        return None
 
     def _read(self, key: int, tensor: Tensor) -> Read:
         writers = self.lineage.writers(key)

@@ -85,6 +85,18 @@ class Cause:
         return [(name, text) for name, text in known if text]
 
     @property
+    def identity(self) -> tuple[str | int | None, ...]:
+        """What two causes have in common that are one bug: kind, op and line, not the numbers of one step."""
+        reason = self.note if self.phase == "unknown" else ""
+        return self.kind, self.phase, self.op, self.name, self.module, self.file, self.line, self.rank, reason
+
+    @property
+    def brief(self) -> str:
+        """One line with the place: 'step 5: NaN loss, born in aten.sqrt, model.py:41'."""
+        place = self._spell_place()
+        return self.headline if place is None or place in self.headline else f"{self.headline}, {place}"
+
+    @property
     def headline(self) -> str:
         """One line: what was seen, and where it arose."""
         step = "" if self.step is None else f"step {self.step}: "
@@ -97,10 +109,12 @@ class Cause:
         where = {"backward": "the backward of ", "optimizer": "the optimizer's "}.get(self.phase, "")
         return f"{step}{rank}{what}, born in {where}{self.op}"
 
+    def _spell_place(self) -> str | None:
+        return None if self.file is None else f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
+
     def _spell_line(self) -> str | None:
-        if self.file is None:
-            return None
-        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}   {self.source or ''}".rstrip()
+        place = self._spell_place()
+        return None if place is None else f"{place}   {self.source or ''}".rstrip()
 
 
 def name_holder(phase: str, name: str) -> str:

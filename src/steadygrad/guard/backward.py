@@ -19,6 +19,7 @@ from steadygrad.guard.rollback import Rollback
 from steadygrad.guard.watched import Watched
 from steadygrad.judgement import Event, Judgement
 from steadygrad.measure import Measurement
+from steadygrad.measure.gradient_access import sign_gradients
 from steadygrad.measure.measurement import StepContext
 from steadygrad.measure.ranks import Ranks
 
@@ -58,6 +59,7 @@ class BackwardPass:
         else:
             self._scaler.scale(loss).backward()
             batches.losses.append(loss.detach())
+            batches.signature = sign_gradients(self._watched.trained.named)
             ranks.finish_backward(batches.losses)
 
     def watch_backward(self, loss: Tensor) -> None:

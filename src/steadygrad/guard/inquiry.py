@@ -76,7 +76,7 @@ class Inquiry:
         return [scan for scans in self._ranks.gather(mine) for scan in scans]
 
     def find_cause(
-        self, captures: Sequence[Capture], origin: Origin | None, reading: Reading, findings: Sequence[Finding]
+        self, looks: Looks, origin: Origin | None, reading: Reading, findings: Sequence[Finding]
     ) -> Cause | None:
         """Return the cause of a bad step; with several ranks, the one where it began finds it and sends it to all."""
         ranks = self._ranks
@@ -89,17 +89,17 @@ class Inquiry:
         if not self._investigator.claim(reading, findings):
             return None
         if origin is None:
-            return self._replay(captures, reading, findings)
+            return self._replay(looks.captures, reading, findings, access=looks.access)
         if self._watched.trained.is_fragmented:  # the engine's own hooks would take a replay for a step
             return None
         if self._investigator.needs_all_ranks:
-            return self._replay_together(captures, origin, reading, findings)
+            return self._replay_together(looks, origin, reading, findings)
         chosen = origin.ranks[0]
-        cause = self._replay(captures, reading, findings) if ranks.rank == chosen else None
+        cause = self._replay(looks.captures, reading, findings, access=looks.access) if ranks.rank == chosen else None
         # The others wait here while the chosen rank replays.
         common: Cause | None = ranks.gather(name_rank(cause, ranks, self._device))[chosen]
         if common is not None and TALKS in common.note:
-            return self._replay_together(captures, origin, reading, findings)
+            return self._replay_together(looks, origin, reading, findings)
         return common
 
     def explain(self, error: Exception, captures: Sequence[Capture], step: int) -> None:
@@ -114,13 +114,13 @@ class Inquiry:
             self._judgement.note(describe_raised(error, step), cause)
 
     def _replay_together(
-        self, captures: Sequence[Capture], origin: Origin, reading: Reading, findings: Sequence[Finding]
+        self, looks: Looks, origin: Origin, reading: Reading, findings: Sequence[Finding]
     ) -> Cause | None:
         return replay_jointly(
             self._investigator,
-            captures,
+            looks.captures,
             lambda meeting, is_suspect: self._replay(
-                captures, reading, findings, meeting=meeting, is_suspect=is_suspect
+                looks.captures, reading, findings, meeting=meeting, is_suspect=is_suspect, access=looks.access
             ),
             ranks=self._ranks,
             began_on=origin.ranks,

@@ -112,7 +112,7 @@ class Judging:
         healthy = self._judgement.judge(
             reading,
             facts,
-            find_cause=functools.partial(self.inquiry.find_cause, looks.captures, origin),
+            find_cause=functools.partial(self.inquiry.find_cause, looks, origin),
             origin=origin,
             extra=logged,
             captures=looks.captures,

@@ -34,6 +34,7 @@ from steadygrad.guard.run_start import RunStart, make_files
 from steadygrad.guard.training import Training, keep_stateful
 from steadygrad.guard.watched import Watched
 from steadygrad.judgement import Judgement
+from steadygrad.judgement.speaker import Speaker
 from steadygrad.measure.ranks import Ranks, find_ranks
 from steadygrad.record import Recorder, Sink
 from steadygrad.record.rank_file import RankFile
@@ -134,6 +135,7 @@ def build_host_side(
         recorder=Recorder([*sinks, *([] if files is None else files.sinks)]),
         own=own_detector,
         prover=prover,
+        speaker=None if training.off else Speaker(training.model),
     )
     return HostSide(
         window=window,

@@ -19,6 +19,7 @@ from steadygrad.guard.moment import Moment
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.saving import Saver
 from steadygrad.guard.shutdown import Shutdown
+from steadygrad.measure.gradient_access import GradientAccess
 from steadygrad.measure.loss import detach
 
 SECOND_BACKWARD = "backward through the graph a second time"
@@ -58,9 +59,12 @@ class Stages:
     def step(self, subject: Callable[..., Any] | Tensor | None, args: Any, kwargs: Any) -> Any:
         """Make one step, then answer a signal that arrived meanwhile; return the function's result, detached."""
         # Outside around_step(): inside it the guard is busy, and could not leave.
-        self._shutdown.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
+        is_apart = subject is None or self._moment.batches.num > 0
+        self._shutdown.before_step(has_gradients=is_apart)
         with self._shutdown.around_step() as step:
             self._saver.begin()
+            if is_apart:
+                self._moment.looks.access = GradientAccess.POSSIBLE
             result = None if subject is None else self._run_passes(subject, args, kwargs)
             if self.drive is None or not self.drive.is_accumulating:
                 self._step()

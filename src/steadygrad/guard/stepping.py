@@ -28,6 +28,7 @@ from steadygrad.guard.optimizers import Optimizers
 from steadygrad.guard.rollback import Rollback
 from steadygrad.guard.watched import Watched
 from steadygrad.measure import Measurement
+from steadygrad.measure.gradient_access import GradientAccess, sign_gradients
 from steadygrad.measure.logged import send_logged
 from steadygrad.measure.measurement import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE, StepContext
 
@@ -66,6 +67,9 @@ class Stepper:
             stale=watched.uncleared_gradients.take(),
         )
         looks.own_finite = watched.own_gradients.take()
+        if looks.access is GradientAccess.POSSIBLE and batches.signature is not None:
+            is_same = sign_gradients(watched.trained.named) == batches.signature
+            looks.access = GradientAccess.POSSIBLE if is_same else GradientAccess.CHANGED
         if self._moment.logged:
             looks.logged = send_logged(self._moment.logged, watched.transfer)
         if batches.all_dropped:

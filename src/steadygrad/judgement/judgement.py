@@ -42,6 +42,7 @@ from steadygrad.facts.carried import Carried
 from steadygrad.facts.kinds import find_kind
 from steadygrad.judgement.event import BY_REFLEX, Event, make_incidents
 from steadygrad.judgement.raised import make_unfinished
+from steadygrad.judgement.speaker import Speaker
 from steadygrad.measure.origin import Origin
 from steadygrad.prove import Prover
 from steadygrad.record import Recorder
@@ -65,12 +66,16 @@ class Judgement:
         recorder: Recorder,
         own: Detector | None = None,
         prover: Prover | None = None,
+        speaker: Speaker | None = None,
     ) -> None:
         """`own`: with several ranks, the rules about what this rank alone has seen, which only report.
 
         `prover`: tests findings on finite numbers before they are acted on; with None they are only reported.
+        `speaker`: says which guard a line is about.
         """
-        self._prover = prover
+        self._prover, self._speaker = prover, speaker
+        self._logged_causes: dict[tuple[object, ...], int | None] = {}
+        """Causes that were logged in full, by their identity: the step of each."""
         self._config, self._schedule_and_ema, self._actor, self._recorder = config, schedule_and_ema, actor, recorder
         self._detector, self._own = detector, own
         self._judge = Judge(config.policy, on_nonfinite=config.on_nonfinite)
@@ -135,7 +140,7 @@ class Judgement:
             # Before _answer(): a rollback would replace the weights that produced the failure.
             cause = find_cause(reading, findings) if notable and find_cause is not None else None
             if cause is not None:
-                logger.warning("%s", cause)
+                self._log_cause(cause)
             self._answer(findings, reading, cause)
         healthy = assess_health(reading, findings)
         is_tested = self._prover is not None and self._prover.is_open
@@ -180,7 +185,7 @@ class Judgement:
     def note(self, finding: Finding, cause: Cause | None = None, *, write: bool = False) -> None:
         """Take a finding that needs no action; `write`: record it even if it is only an info."""
         if cause is not None:
-            logger.warning("%s", cause)
+            self._log_cause(cause)
         self.conclude([Event(finding, NO_ACTION, UNTOUCHED)], cause)
         if write and finding.severity is Severity.INFO:
             self._recorder.write_incident(
@@ -252,11 +257,23 @@ class Judgement:
             self._call_back(incident)  # after it was recorded: the callback may end the program
         return incidents
 
+    @property
+    def _whose(self) -> str:
+        return "" if self._speaker is None else self._speaker.whose
+
+    def _log_cause(self, cause: Cause) -> None:
+        """Log a cause in full the first time; the record has it in full each time."""
+        is_new = cause.identity not in self._logged_causes
+        first = self._logged_causes.setdefault(cause.identity, cause.step)
+        text = str(cause) if is_new or first is None else f"{cause.brief}: the same cause as at step {first}"
+        logger.warning("%s%s", self._whose, text)
+
     def _log(self, event: Event, also: Sequence[Finding] = ()) -> None:
         finding, more = event.finding, "".join(f"; also {other.kind}: {other.message}" for other in also)
         logger.log(
             logging.INFO if finding.severity is Severity.INFO else logging.WARNING,
-            "%s: %s%s (%s). %s",
+            "%s%s: %s%s (%s). %s",
+            self._whose,
             finding.when,
             finding.message,
             more,
@@ -265,6 +282,7 @@ class Judgement:
             extra={
                 "finding": Carried(finding.kind, finding),
                 "outcome": Carried(event.outcome.action.value, event.outcome),
+                "whose": self._whose,
             },
         )
 
@@ -335,6 +353,8 @@ class Judgement:
         """Report a suspicion that is still open, then close the record."""
         self._report_open("the run ended before it could be tested")
         self._recorder.close()
+        if self._speaker is not None:
+            self._speaker.close()
 
     def _report_open(self, reason: str) -> None:
         finding = None if self._prover is None else self._prover.close(reason)

@@ -21,6 +21,7 @@ from steadygrad.config import MeasureConfig
 from steadygrad.facts import Fact, GraphScan, MaskChange, Reading
 from steadygrad.measure import masks
 from steadygrad.measure.activations import ActivationWatch, PendingActivations
+from steadygrad.measure.gradient_access import GradientAccess
 from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
 from steadygrad.measure.leading import AdamWatch, PendingRms
@@ -45,6 +46,8 @@ class Looks:
     """The arguments of the step's last microbatch, to be scanned after the fact."""
     captures: Sequence[Any] = ()
     """What a replay of the step needs; kept here for `diagnose`, which this package does not import."""
+    access: GradientAccess = GradientAccess.NONE
+    """What the program could do to the gradients before the step."""
     inputs: PendingScan | None = None
     activations: PendingActivations | None = None
     graph: GraphScan | None = None

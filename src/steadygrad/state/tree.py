@@ -1,7 +1,8 @@
 """Nested containers -> the tensors in them, by path; and the same containers with other tensors.
 
 Opens what batches are made of: mappings, lists, tuples, named tuples, dataclasses, Hugging Face's BatchEncoding.
-Modules are never opened. The caller's containers are not changed.
+Modules are never opened, nor is an object whose own code raises when it is looked at: a lazy proxy outside of its
+context must not end a training that would never have touched it. The caller's containers are not changed.
 """
 
 from __future__ import annotations
@@ -29,23 +30,39 @@ def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tup
 
 def spell_tensors(value: Any, name: str, depth: int = MAX_DEPTH) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in `value`, each with the expression that reaches it: "batch['image']", 'batch.pixels[0]'."""
-    if isinstance(value, Tensor):
+    if is_a(value, Tensor):
         yield name, value
     elif depth:
-        is_object = hasattr(value, "_fields") or is_instance_of_dataclass(value)
         for key, item in _open(value):
+            is_object = is_instance_of_dataclass(value) or (isinstance(value, tuple) and hasattr(value, "_fields"))
             yield from spell_tensors(item, f"{name}.{key}" if is_object else f"{name}[{key!r}]", depth - 1)
 
 
 def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
+    if is_a(value, Tensor):
         yield path or "0", value
     elif depth:
         for key, item in _open(value):
             yield from _walk(item, f"{path}.{key}" if path else str(key), depth - 1)
 
 
-def _open(value: Any) -> Iterator[tuple[Any, Any]]:
+def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether `value` is an instance; by its type alone if asking for its `__class__` raises."""
+    try:
+        return isinstance(value, kinds)
+    except Exception:
+        return issubclass(type(value), kinds)
+
+
+def _open(value: Any) -> list[tuple[Any, Any]]:
+    """Return the parts of a container with their names; none if its own code raises."""
+    try:
+        return list(_list_parts(value))
+    except Exception:
+        return []
+
+
+def _list_parts(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the parts of a container with their names; nothing for modules, arrays and strings."""
     if isinstance(value, nn.Module):
         return
@@ -64,13 +81,13 @@ def _open(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], depth: int = MAX_DEPTH) -> Any:
     """Return `value` with `change(tensor)` for each tensor in it; what cannot be opened stays as it is."""
-    if isinstance(value, Tensor):
+    if is_a(value, Tensor):
         return change(value)
-    if not depth or isinstance(value, nn.Module):
+    if not depth or is_a(value, nn.Module):
         return value
-    if isinstance(value, list | tuple):
+    if is_a(value, (list, tuple)):
         return remake(value, [map_tensors(item, change, depth - 1) for item in value])
-    if isinstance(value, Mapping):
+    if is_a(value, Mapping):
         return refill(value, {key: map_tensors(item, change, depth - 1) for key, item in value.items()})
     if is_instance_of_dataclass(value):
         return replace_fields(value, lambda item: map_tensors(item, change, depth - 1))

@@ -34,9 +34,9 @@ WINDOW_SECONDS = 60.0
 _bars: list[Console] = []  # progress bars on the terminal now: lines must be printed through them, or the bars break
 
 
-def describe_finding(finding: Finding, outcome: Outcome | None = None, *, color: bool = False) -> str:
-    """Format one line: step, kind, what was found, what was done, what to change."""
-    label = f"{finding.severity.value} {finding.when} {finding.kind}"
+def describe_finding(finding: Finding, outcome: Outcome | None = None, *, whose: str = "", color: bool = False) -> str:
+    """Format one line: whose ('Generator: '), step, kind, what was found, what was done, what to change."""
+    label = f"{finding.severity.value} {whose}{finding.when} {finding.kind}"
     did = "" if outcome is None or outcome.action is Action.NONE else f" [{outcome.message}]"
     text = f": {finding.message}{did}"
     advice = f" {finding.advice}" if finding.advice else ""
@@ -72,25 +72,28 @@ class FindingsHandler(logging.Handler):
                 for line in record.getMessage().splitlines():
                     self._write(make_printable(line))
                 return
-            for line in self._take(finding, open_carried(getattr(record, "outcome", None))):
+            outcome, whose = open_carried(getattr(record, "outcome", None)), str(getattr(record, "whose", ""))
+            for line in self._take(finding, outcome, whose):
                 self._write(line)
         except Exception:  # logging's contract: a handler never raises into the program
             self.handleError(record)
 
-    def _take(self, finding: Finding, outcome: Any) -> Iterator[str]:
+    def _take(self, finding: Finding, outcome: Any, whose: str) -> Iterator[str]:
         """Yield the lines to write now: none while the kind is held back, two after some were."""
         now = self._clock()
         # No lock: logging calls emit under the handler's own
-        quota = self._quotas.setdefault(finding.kind, _Quota(now))
+        key = f"{whose}{finding.kind}"
+        quota = self._quotas.setdefault(key, _Quota(now))
         if now - quota.since >= WINDOW_SECONDS:
             if quota.held_back:
-                yield f"({quota.held_back} more {make_printable(finding.kind)} in between; all are in the record)"
-            quota = self._quotas[finding.kind] = _Quota(now)
+                kind = make_printable(finding.kind)
+                yield f"({make_printable(whose)}{quota.held_back} more {kind} in between; all are in the record)"
+            quota = self._quotas[key] = _Quota(now)
         if quota.shown >= BURST:
             quota.held_back += 1
             return
         quota.shown += 1
-        line = describe_finding(finding, outcome, color=self._is_colored())
+        line = describe_finding(finding, outcome, whose=whose, color=self._is_colored())
         last = quota.shown == BURST
         yield line + (f" (more {make_printable(finding.kind)} are counted, not printed, for a minute)" if last else "")
 

@@ -42,6 +42,11 @@ CURES = {
         learned=("raw",),
         derive=lambda names: {"x": names["raw"].masked_fill(names["raw"] > 5, math.inf)},
     ),
+    "number_not_finite": Cure(
+        broken="f(x, number)",
+        sick={"x": t(0, 1), "f": torch.mul, "number": math.inf, "low": -1e4, "high": 1e4},
+        healthy={"number": 3.0},
+    ),
     "nonfinite_in_backward": Cure(
         broken="f(x)",
         sick={"x": t(1e-30, 2e-30), "f": multiply_twice, "low": 0.0, "high": 1e-31, "ok": NEITHER},

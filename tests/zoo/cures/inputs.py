@@ -25,6 +25,12 @@ def spoil(layer: nn.Module, name: str) -> Names:
     return {"x": ROWS, "layer": layer.eval(), "last_good": before}
 
 
+def spoil_other(model: nn.Module) -> Names:
+    """A model and a copy of it that has a NaN."""
+    spoilt = spoil(copy.deepcopy(model), "weight")
+    return {"x": ROWS, "network": spoilt["layer"], "model": model, "last_good": spoilt["last_good"]}
+
+
 def call_layer(result: object, names: Names) -> Tensor:
     return names["layer"](names["x"])
 
@@ -68,12 +74,25 @@ CURES = {
         unseen="it is not an argument of the step",
     ),
     "weight_not_finite": Cure(broken="None", sick=spoil(nn.Linear(3, 2), "weight"), apply=call_layer),
+    "other_weight_not_finite": Cure(
+        broken="None",
+        sick=spoil_other(nn.Linear(3, 2)),
+        apply=lambda result, names: names["network"](names["x"]),
+        unseen="the only network that is given is taken for the model",
+    ),
     "running_statistics_not_finite": Cure(
         broken="None", sick=spoil(nn.BatchNorm1d(3), "running_mean"), apply=call_layer
     ),
     "nan_written_on_purpose": Cure(
+        broken="torch.full((2,), float('nan'))",
+        also=("torch.full_like(x, float('nan'))",),
+        sick={"x": t(1, 2)},
+        derive=lambda names: {"constant": torch.tensor(math.nan)},
+        apply=lambda result, names: names["x"] * result,
+    ),
+    "made_outside_of_torch": Cure(
         broken="constant",
-        also=("torch.full((2,), float('nan'))", "torch.full_like(x, float('nan'))"),
+        also=("torch.tensor([math.nan, 1.0])",),
         sick={"x": t(1, 2)},
         derive=lambda names: {"constant": torch.tensor(math.nan)},
         apply=lambda result, names: names["x"] * result,

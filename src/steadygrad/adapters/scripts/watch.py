@@ -42,10 +42,10 @@ from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.rank_agreement import describe_wait
 from steadygrad.diagnose.capture import Capture
-from steadygrad.diagnose.entry import OUTSIDE
 from steadygrad.diagnose.investigator import MOST_CAPTURES, Investigator
 from steadygrad.diagnose.live import LiveTrace
 from steadygrad.diagnose.step_arguments import name_inputs
+from steadygrad.diagnose.unrepeated import OUTSIDE
 from steadygrad.facts import Action, Cause, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.judgement.raised import describe_raised, is_explained_by, make_unfinished

@@ -6,6 +6,7 @@ after, the module, a scalar argument) nothing is assumed: what is not known does
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from steadygrad.diagnose.explanations.entry import Condition, plain_name
@@ -172,6 +173,11 @@ def has_scalar(name: str, test: Callable[[float], bool]) -> Condition:
         return isinstance(value, int | float) and test(float(value))
 
     return holds
+
+
+def has_nonfinite_number(situation: Situation) -> bool:
+    """Whether the op was called with a number that is NaN or Inf."""
+    return any(isinstance(value, float) and not math.isfinite(value) for value in situation.scalars.values())
 
 
 def either(*conditions: Condition) -> Condition:

@@ -6,9 +6,11 @@ than was measured.
 
 from __future__ import annotations
 
+import math
+
 from steadygrad.diagnose.explanations.conditions import LARGEST, Key, find_operand, largest_magnitude
 from steadygrad.diagnose.explanations.entry import Evidence
-from steadygrad.diagnose.situation import Operand, Situation
+from steadygrad.diagnose.situation import PLAIN_NAMES, Operand, Situation
 
 
 def count_zeros(key: Key = 0) -> Evidence:
@@ -77,6 +79,12 @@ def show_shape(key: Key = 0) -> Evidence:
 def show_scalar(name: str) -> Evidence:
     """Return a scalar argument and its value."""
     return lambda situation: f"{name} is {situation.scalars[name]}" if name in situation.scalars else ""
+
+
+def show_nonfinite_numbers(situation: Situation) -> str:
+    """Return the numbers among the arguments that are NaN or Inf."""
+    found = [(n, v) for n, v in situation.scalars.items() if isinstance(v, float) and not math.isfinite(v)]
+    return ", ".join(f"{PLAIN_NAMES.get(name, name)} is {value}" for name, value in found)
 
 
 def join(*evidence: Evidence) -> Evidence:

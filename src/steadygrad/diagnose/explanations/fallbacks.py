@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from steadygrad.diagnose.explanations.conditions import HALF, either, has_infs, in_dtype
+from steadygrad.diagnose.explanations.conditions import HALF, either, has_infs, has_nonfinite_number, in_dtype
 from steadygrad.diagnose.explanations.entry import BACKWARD, FORWARD, OPTIMIZER, Entry
-from steadygrad.diagnose.explanations.evidence import count_infs, count_nonfinite, join, show_gradient, show_largest
+from steadygrad.diagnose.explanations.evidence import (
+    count_infs,
+    count_nonfinite,
+    join,
+    show_gradient,
+    show_largest,
+    show_nonfinite_numbers,
+)
 
 ENTRIES = (
     Entry(
@@ -41,6 +48,15 @@ ENTRIES = (
         why="an infinity went in and NaN came out: inf - inf, 0 * inf or inf / inf",
         evidence=join(count_infs(0), count_infs(1)),
         fixes=("f(x.clamp(low, high))", "f(torch.where(torch.isfinite(x), x, 0.0))"),
+    ),
+    Entry(
+        name="number_not_finite",
+        phases=FORWARD,
+        kinds=("nan",),
+        conditions=(has_nonfinite_number, lambda situation: bool(situation.operands)),
+        why="a number that the op was given is Inf or NaN, from plain Python: 0 * inf and inf - inf are NaN",
+        evidence=show_nonfinite_numbers,
+        fixes=("f(x, number if math.isfinite(number) else 0.0)", "f(x, min(max(number, low), high))"),
     ),
     Entry(
         name="nonfinite_in_backward",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from steadygrad.diagnose.explanations.conditions import is_named
-from steadygrad.diagnose.explanations.entry import FORWARD, Entry
+from steadygrad.diagnose.explanations.entry import FORWARD, STEP, Entry
 from steadygrad.diagnose.explanations.evidence import count_nonfinite
 
 DROP = "drop its samples that are not finite"
@@ -62,6 +62,15 @@ ENTRIES = (
         fixes=("layer.load_state_dict(last_good)", "layer.reset_parameters()"),
     ),
     Entry(
+        name="other_weight_not_finite",
+        ops=("outside",),
+        phases=("parameter",),
+        why="a weight of another network that the step uses held NaN or Inf before the step: the checkpoint that "
+        "it was loaded from or the code that updates it wrote it, and no skip can heal it",
+        evidence=count_nonfinite(),
+        fixes=("network.load_state_dict(last_good)", "network.load_state_dict(model.state_dict())"),
+    ),
+    Entry(
         name="running_statistics_not_finite",
         phases=("parameter",),
         conditions=(is_named("running_mean", "running_var"),),
@@ -72,11 +81,22 @@ ENTRIES = (
     ),
     Entry(
         name="nan_written_on_purpose",
-        ops=("lift_fresh", "given", "full", "full_like", "fill", "masked_fill", "where", "new_full"),
+        ops=("full", "full_like", "fill", "masked_fill", "where", "new_full"),
         phases=FORWARD,
         kinds=("nan",),
         why="a NaN that stands in the code, for what is missing, was used as a number",
         fixes=("torch.nan_to_num(constant)", "torch.zeros_like(constant)"),
+    ),
+    Entry(
+        name="made_outside_of_torch",
+        ops=("lift_fresh", "given"),
+        phases=STEP,
+        why="the numbers that became a tensor here were not finite already: they stand in the code for what is "
+        "missing, or Python or numpy computed them",
+        fixes=(
+            "torch.nan_to_num(constant, posinf=1e4, neginf=-1e4)",
+            "torch.where(torch.isfinite(constant), constant, 0.0)",
+        ),
     ),
     Entry(
         name="uninitialised_memory",
