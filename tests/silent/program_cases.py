@@ -528,6 +528,44 @@ def autocast_switched_off_inside(watch: Watch, bug: bool) -> None:
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20, loss=loss)
 
 
+# --- what the graph of a loss shows, where the program calls backward itself ------------------------------------------
+
+
+@case("wrong_loss_input", "a sigmoid before a loss that has its own")
+def sigmoid_before_logits(watch: Watch, bug: bool) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        out = model(batch[0])[:, 0]
+        return F.binary_cross_entropy_with_logits(out.sigmoid() if bug else out, (batch[1] > 1).float())
+
+    model = make_model()
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20, loss=loss)
+
+
+class Attending(nn.Module):
+    """A language model of one attention layer."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.out = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 16)
+        self.causal = causal
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.inner(self.embedding(tokens)).unsqueeze(1).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).squeeze(1))
+
+
+@case("visible_labels", "scaled_dot_product_attention without is_causal in a language model")
+def without_causal_flag(watch: Watch, bug: bool) -> None:
+    model = Attending(not bug)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    make_step = watch(model, optimizer, None)
+    for _ in range(20):
+        tokens = (torch.randint(1, 4, (8, 13)).cumsum(1) + torch.randint(16, (8, 1))) % 16
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        make_step()
+
+
 # --- healthy programs that look like these ----------------------------------------------------------------------------
 
 HEALTHY: dict[str, Callable[[Watch], None]] = {}

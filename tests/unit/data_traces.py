@@ -17,6 +17,7 @@ from steadygrad.facts.program import (
     SingleSample,
     StoredDataChange,
     StreamScan,
+    VisibleLabel,
 )
 
 IN_PLACE: dict[str, Any] = {"name": "Set.x", "changed_share": 1.0, "correlation": 1.0, "mean": (0, -2), "std": (1, 0.5)}
@@ -38,6 +39,7 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "wrong_loss_input": (lambda: [LossScan(step=0, calls=(LossCall(op="nll_loss", fed_by="softmax"),))], 0),
     "one_element_norm": (lambda: [LossScan(step=0, one_element_norms=("group_norm",))], 0),
     "mixed_samples": (lambda: [MixedAxes(step=0, what="a reshape", kind="reshape")], 0),
+    "visible_labels": (lambda: [VisibleLabel(step=2, place=6, share=0.5)], 2),
     "shifted_labels": (lambda: [labels(matches={0: 0.1, 1: 0.1, 2: 1.0})], 0),
     "padding_in_loss": (lambda: [labels(num_at_padding=32)], 0),
     "lost_ends": (lambda: [labels(num_padded_rows=8, num_lost_ends=8)], 0),

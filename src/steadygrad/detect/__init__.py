@@ -116,6 +116,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         program.WrongLossInput(),
         program.OneElementNorm(),
         program.MixedSamples(),
+        program.VisibleLabels(),
         program.ShiftedLabels(),
         program.PaddingInLoss(),
         program.LostEnds(),

@@ -30,7 +30,15 @@ CHECKS = (
     Check(
         "labels, against tokens and mask",
         ("LabelScan",),
-        ("shifted_labels", "padding_in_loss", "lost_ends", "swapped_mask", "sorted_labels", "constant_labels"),
+        (
+            "shifted_labels",
+            "padding_in_loss",
+            "lost_ends",
+            "swapped_mask",
+            "sorted_labels",
+            "constant_labels",
+            "visible_labels",
+        ),
     ),
     Check("samples kept apart", ("LossScan",), ("mixed_samples", "single_row")),
     Check(

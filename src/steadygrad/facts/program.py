@@ -109,6 +109,17 @@ class MixedAxes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleLabel:
+    """A language model's output that depends on the token it is to predict."""
+
+    step: int
+    place: int
+    """Place of the output in its row; the label is the token one further on."""
+    share: float
+    """Its gradient there, as a share of the largest one at the other places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModeScan:
     """The training flags that a forward ran with; sent when they differ from the forwards of its sort before."""
 
@@ -219,6 +230,7 @@ ProgramFact = (
     | LabelScan
     | LabelDependence
     | MixedAxes
+    | VisibleLabel
     | ModeScan
     | RandomEvaluation
     | Restored

@@ -131,8 +131,11 @@ class ModelWatch:
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
-    def after_backward(self, call: BackwardCall) -> None:
+    def before_backward(self, loss: Tensor) -> None:
         """Backwards are heard elsewhere."""
+
+    def after_backward(self, call: BackwardCall) -> None:
+        """Their ends too."""
 
     def before_clip(self, call: ClipCall) -> None:
         """And so are clips."""

@@ -25,6 +25,7 @@ from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_
 from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
+from steadygrad.measure.next_token import NextTokenWatch
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
@@ -56,6 +57,7 @@ class ProgramWatch:
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
+        self._next_token = NextTokenWatch(transfer)
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
         self._time_first: TimeFirstWatch | None = None
@@ -141,12 +143,17 @@ class ProgramWatch:
         if reshapes is not None:
             self._reshapes = reshapes
         is_scan = step % self._every == 0
-        if number < NUM_FULL or is_scan or self._row_gradients.wants_more:
+        if number < NUM_FULL or is_scan or self._row_gradients.wants_more or self._next_token.wants_more:
             self._try(self._look, step, loss, number, True)
         elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
             self._try(self._look, step, loss, number, False)
         # Do not keep the batch alive beyond its backward.
         self._call = None
+
+    def before_own_backward(self, loss: Tensor) -> None:
+        """The program calls backward itself; losses that were seen already, and those of other models, are left out."""
+        if self.has_call:
+            self.before_backward(self._next_step, loss)
 
     def after_optimizer(self, step: int) -> None:
         """The optimizer has made its step, and the gradients are still there."""
@@ -177,7 +184,7 @@ class ProgramWatch:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
             facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
-        for watch in (self._stream, self._stored, self._dependence, self._row_gradients):
+        for watch in (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []
         return facts
@@ -222,6 +229,8 @@ class ProgramWatch:
             if self._may_differentiate and (number == 1 or self._row_gradients.wants_more):
                 inputs = [tensor for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
                 self._try(self._row_gradients.note, step, loss, look.labels[0], inputs)
+            if self._may_differentiate and (number == 1 or self._next_token.wants_more):
+                self._try(self._next_token.note, step, loss, look.labels[0])
 
     def _find_mixed(
         self, step: int, labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -73,6 +73,7 @@ class ClipCall:
 class Listener(Protocol):
     """Hears calls until `stop_listening` is called with it."""
 
+    def before_backward(self, loss: Tensor) -> None: ...
     def after_backward(self, call: BackwardCall) -> None: ...
     def before_clip(self, call: ClipCall) -> None: ...
     def after_save(self, saved: Any, where: str) -> None: ...
@@ -147,6 +148,7 @@ def _around_backward(run: Callable[..., None], tensors: Any, *args: Any, **kwarg
         # Before it runs: backward frees what the graph has saved.
         with contextlib.suppress(Exception):
             call = _describe_backward(tensors)
+        _notify(_list_here(), lambda one: one.before_backward(tensors))
     run(tensors, *args, **kwargs)
     if call is not None:
         _notify(_list_here(), lambda one: one.after_backward(call))
