@@ -372,6 +372,27 @@ def average_object_never_updated(watch: Watch, bug: bool) -> None:
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
 
 
+def make_normed_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+@case("stale_statistics", "an average of the parameters only: its BatchNorm statistics are the first ones")
+def average_without_buffers(watch: Watch, bug: bool) -> None:
+    model = make_normed_model()
+    ema = copy.deepcopy(model).eval()
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        follow_slowly(ema, model)
+        if not bug:
+            for average, own in zip(ema.buffers(), model.buffers(), strict=True):
+                average.copy_(own)
+        if step % 30 == 29:
+            evaluate(ema, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
 @case("restored_weights", "the weights that were meant to be loaded once are loaded in every step")
 def loads_in_every_step(watch: Watch, bug: bool) -> None:
     model = make_model()
@@ -884,6 +905,56 @@ def folds_from_the_same_weights(watch: Watch) -> None:
         140,
         before=lambda step: model.load_state_dict(state) if step % 16 == 0 else None,
     )
+
+
+@healthy
+def statistics_measured_before_evaluation(watch: Watch) -> None:
+    """An average of the parameters, whose BatchNorm statistics are measured anew before each evaluation."""
+    model = make_normed_model()
+    ema = copy.deepcopy(model).eval()
+    batches = list(make_batches(2))
+
+    def follow(step: int) -> None:
+        follow_slowly(ema, model)
+        if step % 30 == 29:
+            torch.optim.swa_utils.update_bn(batches, ema)
+            evaluate(ema, batches[0][0])
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+@healthy
+def frozen_statistics(watch: Watch) -> None:
+    """BatchNorm is frozen in the model, so that its average has the same statistics all along."""
+    model = make_normed_model()
+    for batch in make_batches(4):
+        model(batch[0])
+    model[1].eval()
+    ema = copy.deepcopy(model).eval()
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        follow_slowly(ema, model)
+        if step % 30 == 29:
+            evaluate(ema, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+@healthy
+def average_that_rarely_moves(watch: Watch) -> None:
+    """An average is updated, with its statistics, less often than it is evaluated."""
+    model = make_normed_model()
+    ema = copy.deepcopy(model).eval()
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        if step % 160 == 4:
+            ema.load_state_dict(model.state_dict())
+        if step % 30 == 29:
+            evaluate(ema, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
 
 
 @healthy

@@ -139,6 +139,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         *(rule() for rule in (call_order.UselessClip, schedule.VanishedRate)),
         *(rule() for rule in (model_scan.OutOfReach, model_scan.Untied, model_scan.NotFrozen, model_scan.FrozenHead)),
         *(rule() for rule in (model_scan.LostWeights, model_scan.StaleSave, model_scan.IdleAverage)),
+        model_scan.StaleStatistics(),
         model_scan.RestoredWeights(),
         model_scan.PartialSaved(),
         *(rule() for rule in (rank_agreement.RanksDiffer, rank_agreement.SameBatch, rank_agreement.ZeroInput)),
