@@ -552,6 +552,18 @@ def autocast_switched_off_inside(watch: Watch, bug: bool) -> None:
 # --- what the graph of a loss shows, where the program calls backward itself ------------------------------------------
 
 
+@case("repeated_seed", "a seed in the loop: every step has the same dropout masks")
+def seed_in_the_loop(watch: Watch, bug: bool) -> None:
+    model = make_model(0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    make_step = watch(model, optimizer, None)
+    for step, batch in enumerate(list(make_batches(40))):
+        torch.manual_seed(0 if bug else step)
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        make_step()
+
+
 @case("wrong_loss_input", "a sigmoid before a loss that has its own")
 def sigmoid_before_logits(watch: Watch, bug: bool) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -128,6 +128,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         modes.NormInEvaluation(),
         stream.RepeatedBatch(),
         stream.RepeatedOrder(),
+        stream.FixedSeed(),
         stream.SortedLabels(),
         stream.ConstantLabels(),
         stream.IndependentLabels(),

@@ -49,7 +49,7 @@ CHECKS = (
     Check(
         "batches and their order",
         ("Reading",),
-        ("repeated_batch", "repeated_order", "changed_dataset", "independent_labels", "outlier_input"),
+        ("repeated_batch", "repeated_order", "changed_dataset", "independent_labels", "outlier_input", "repeated_seed"),
     ),
     Check(
         "parameters and optimizer",

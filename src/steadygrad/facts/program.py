@@ -120,6 +120,17 @@ class VisibleLabel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedSeed:
+    """A seed that the program sets in every step, so that each draws the same random numbers."""
+
+    step: int
+    seed: int
+    num_steps: int
+    """Steps in a row that drew the same numbers."""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModeScan:
     """The training flags that a forward ran with; sent when they differ from the forwards of its sort before."""
 
@@ -231,6 +242,7 @@ ProgramFact = (
     | LabelDependence
     | MixedAxes
     | VisibleLabel
+    | RepeatedSeed
     | ModeScan
     | RandomEvaluation
     | Restored

@@ -30,6 +30,7 @@ from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
 from steadygrad.measure.rows import is_readable
+from steadygrad.measure.seeds import SeedWatch
 from steadygrad.measure.stored_data import StoredDataWatch
 from steadygrad.measure.stream import StreamWatch, sum_on_device
 from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
@@ -57,7 +58,7 @@ class ProgramWatch:
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
-        self._next_token = NextTokenWatch(transfer)
+        self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch()
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
         self._time_first: TimeFirstWatch | None = None
@@ -108,6 +109,8 @@ class ProgramWatch:
         if not self._has_batch and self._wants_batch(self._next_step):
             self._note_batch(list(find_tensors(args, kwargs)), is_given=False)
         self._num_calls += 1
+        if self._num_calls == 1:
+            self._try(self._seeds.begin)
         if self._num_calls == 1 and may_enter(self._model):
             self._time_first = TimeFirstWatch(self._model)
             if not self._is_inside and model is self._model:
@@ -161,6 +164,8 @@ class ProgramWatch:
             return
         self._next_step, self._has_batch, self._call = step + 1, False, None
         self._modes.end_step()
+        seed = self._try(self._seeds.end_step, step) if self._seeds.is_on else None
+        self._facts += [] if seed is None else [(step, seed)]
         if self._restored.is_watching or step in LOOKS:
             restored = self._try(self._restored.end_step, step)
             self._facts += [] if restored is None else [(step, restored)]
