@@ -237,6 +237,24 @@ def sampled_before_validation(bug: bool) -> Built:
     return model, adam(model), train
 
 
+@case(None, "several samples in train mode before each validation in eval mode")
+def sampled_twice_before_validation(bug: bool) -> Built:
+    model = mlp(8, 32, 4, dropout=0.2)
+
+    def train(guard: Any) -> None:
+        for i, (x, y) in enumerate(clusters(24)):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            if i % 8 == 7:
+                with torch.no_grad():
+                    first, second = x[:1], x[1:2]
+                    model(first), model(second)
+                    model.eval()
+                    guard.validate(F.cross_entropy(model(x), y))
+                model.train()
+
+    return model, adam(model), train
+
+
 @case(None, "pseudo-labels from the model itself, in train mode, at every step")
 def pseudo_labels(bug: bool) -> Built:
     model = mlp(8, 32, 4, dropout=0.2)

@@ -372,6 +372,27 @@ def average_object_never_updated(watch: Watch, bug: bool) -> None:
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
 
 
+def make_normed_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+@case("stale_statistics", "an average of the parameters only: its BatchNorm statistics are the first ones")
+def average_without_buffers(watch: Watch, bug: bool) -> None:
+    model = make_normed_model()
+    ema = copy.deepcopy(model).eval()
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        follow_slowly(ema, model)
+        if not bug:
+            for average, own in zip(ema.buffers(), model.buffers(), strict=True):
+                average.copy_(own)
+        if step % 30 == 29:
+            evaluate(ema, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
 @case("restored_weights", "the weights that were meant to be loaded once are loaded in every step")
 def loads_in_every_step(watch: Watch, bug: bool) -> None:
     model = make_model()
@@ -526,6 +547,56 @@ def autocast_switched_off_inside(watch: Watch, bug: bool) -> None:
             return compute_loss(model, batch)
 
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20, loss=loss)
+
+
+# --- what the graph of a loss shows, where the program calls backward itself ------------------------------------------
+
+
+@case("repeated_seed", "a seed in the loop: every step has the same dropout masks")
+def seed_in_the_loop(watch: Watch, bug: bool) -> None:
+    model = make_model(0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    make_step = watch(model, optimizer, None)
+    for step, batch in enumerate(list(make_batches(40))):
+        torch.manual_seed(0 if bug else step)
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        make_step()
+
+
+@case("wrong_loss_input", "a sigmoid before a loss that has its own")
+def sigmoid_before_logits(watch: Watch, bug: bool) -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        out = model(batch[0])[:, 0]
+        return F.binary_cross_entropy_with_logits(out.sigmoid() if bug else out, (batch[1] > 1).float())
+
+    model = make_model()
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20, loss=loss)
+
+
+class Attending(nn.Module):
+    """A language model of one attention layer."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.out = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 16)
+        self.causal = causal
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.inner(self.embedding(tokens)).unsqueeze(1).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).squeeze(1))
+
+
+@case("visible_labels", "scaled_dot_product_attention without is_causal in a language model")
+def without_causal_flag(watch: Watch, bug: bool) -> None:
+    model = Attending(not bug)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    make_step = watch(model, optimizer, None)
+    for _ in range(20):
+        tokens = (torch.randint(1, 4, (8, 13)).cumsum(1) + torch.randint(16, (8, 1))) % 16
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        make_step()
 
 
 # --- healthy programs that look like these ----------------------------------------------------------------------------
@@ -846,6 +917,56 @@ def folds_from_the_same_weights(watch: Watch) -> None:
         140,
         before=lambda step: model.load_state_dict(state) if step % 16 == 0 else None,
     )
+
+
+@healthy
+def statistics_measured_before_evaluation(watch: Watch) -> None:
+    """An average of the parameters, whose BatchNorm statistics are measured anew before each evaluation."""
+    model = make_normed_model()
+    ema = copy.deepcopy(model).eval()
+    batches = list(make_batches(2))
+
+    def follow(step: int) -> None:
+        follow_slowly(ema, model)
+        if step % 30 == 29:
+            torch.optim.swa_utils.update_bn(batches, ema)
+            evaluate(ema, batches[0][0])
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+@healthy
+def frozen_statistics(watch: Watch) -> None:
+    """BatchNorm is frozen in the model, so that its average has the same statistics all along."""
+    model = make_normed_model()
+    for batch in make_batches(4):
+        model(batch[0])
+    model[1].eval()
+    ema = copy.deepcopy(model).eval()
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        follow_slowly(ema, model)
+        if step % 30 == 29:
+            evaluate(ema, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+@healthy
+def average_that_rarely_moves(watch: Watch) -> None:
+    """An average is updated, with its statistics, less often than it is evaluated."""
+    model = make_normed_model()
+    ema = copy.deepcopy(model).eval()
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        if step % 160 == 4:
+            ema.load_state_dict(model.state_dict())
+        if step % 30 == 29:
+            evaluate(ema, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
 
 
 @healthy

@@ -18,7 +18,8 @@ from steadygrad import Finding, Guard
 pytestmark = pytest.mark.filterwarnings("ignore")
 BY_SCRIPT = [
     *("clip_after_step", "unfrozen_later", "initialised_after_loading", "saves_a_copy", "float16_without_scale"),
-    *("clip_of_a_copy", "loads_in_every_step", "copy_never_updated"),
+    *("clip_of_a_copy", "loads_in_every_step", "copy_never_updated", "without_causal_flag"),
+    "seed_in_the_loop",
 ]
 """Cases that are also run as plain scripts: one for each place that a script is watched from."""
 

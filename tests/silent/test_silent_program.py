@@ -7,7 +7,9 @@ import gc
 import loss_cases  # noqa: F401  (registers its cases)
 import mode_cases  # noqa: F401
 import pytest
+import seed_cases  # noqa: F401
 import stream_cases  # noqa: F401
+import text_cases  # noqa: F401
 import traincheck_cases  # noqa: F401
 from program_case import CASES, run
 

@@ -14,9 +14,11 @@ from steadygrad.facts.program import (
     MixedAxes,
     ModeScan,
     RandomEvaluation,
+    RepeatedSeed,
     SingleSample,
     StoredDataChange,
     StreamScan,
+    VisibleLabel,
 )
 
 IN_PLACE: dict[str, Any] = {"name": "Set.x", "changed_share": 1.0, "correlation": 1.0, "mean": (0, -2), "std": (1, 0.5)}
@@ -38,6 +40,7 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "wrong_loss_input": (lambda: [LossScan(step=0, calls=(LossCall(op="nll_loss", fed_by="softmax"),))], 0),
     "one_element_norm": (lambda: [LossScan(step=0, one_element_norms=("group_norm",))], 0),
     "mixed_samples": (lambda: [MixedAxes(step=0, what="a reshape", kind="reshape")], 0),
+    "visible_labels": (lambda: [VisibleLabel(step=2, place=6, share=0.5)], 2),
     "shifted_labels": (lambda: [labels(matches={0: 0.1, 1: 0.1, 2: 1.0})], 0),
     "padding_in_loss": (lambda: [labels(num_at_padding=32)], 0),
     "lost_ends": (lambda: [labels(num_padded_rows=8, num_lost_ends=8)], 0),
@@ -46,6 +49,7 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "norm_in_evaluation": (lambda: [RandomEvaluation(step=20, norms=("batch_norm at a.py:4",))], 20),
     "repeated_batch": (lambda: [StreamScan(pattern="repeated", period=2, **STREAM)], 1),
     "repeated_order": (lambda: [StreamScan(pattern="order", period=20, **STREAM)], 21),
+    "repeated_seed": (lambda: [RepeatedSeed(step=16, seed=0, num_steps=16)], 16),
     "sorted_labels": (sorted_labels, 13),
     "constant_labels": (lambda: [labels(t, lowest=3, highest=3, is_given=True) for t in range(40)], 31),
     "changed_dataset": (lambda: [StoredDataChange(step=t, **IN_PLACE) for t in (100, 150)], 150),

@@ -30,7 +30,15 @@ CHECKS = (
     Check(
         "labels, against tokens and mask",
         ("LabelScan",),
-        ("shifted_labels", "padding_in_loss", "lost_ends", "swapped_mask", "sorted_labels", "constant_labels"),
+        (
+            "shifted_labels",
+            "padding_in_loss",
+            "lost_ends",
+            "swapped_mask",
+            "sorted_labels",
+            "constant_labels",
+            "visible_labels",
+        ),
     ),
     Check("samples kept apart", ("LossScan",), ("mixed_samples", "single_row")),
     Check(
@@ -41,7 +49,7 @@ CHECKS = (
     Check(
         "batches and their order",
         ("Reading",),
-        ("repeated_batch", "repeated_order", "changed_dataset", "independent_labels", "outlier_input"),
+        ("repeated_batch", "repeated_order", "changed_dataset", "independent_labels", "outlier_input", "repeated_seed"),
     ),
     Check(
         "parameters and optimizer",
@@ -49,6 +57,7 @@ CHECKS = (
         (
             *("unregistered_layers", "missing_gradient", "unchanged_parameter", "partial_overlap", "out_of_reach"),
             *("untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save", "idle_average"),
+            "stale_statistics",
             *("restored_weights", "partial_save"),
         ),
     ),

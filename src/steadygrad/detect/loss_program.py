@@ -8,7 +8,7 @@ from __future__ import annotations
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Finding
-from steadygrad.facts.program import LabelScan, LossCall, LossScan, MixedAxes
+from steadygrad.facts.program import LabelScan, LossCall, LossScan, MixedAxes, VisibleLabel
 
 RAW = frozenset(("linear", "convolution", "softmax", "sigmoid", "relu", "tanh"))
 """Ops whose output is not a log-probability."""
@@ -161,6 +161,29 @@ class ShiftedLabels(OnceRule[LabelScan]):
             if twice
             else "Compare logits[:, :-1] with tokens[:, 1:].",
             evidence={f"match_{offset}": value for offset, value in fact.matches.items()} | {"where": fact.where},
+        )
+
+
+class VisibleLabels(OnceRule[VisibleLabel]):
+    """A language model sees the tokens that it is to predict: nothing hides the later ones.
+
+    Its loss falls far below that of a healthy one, and what it generates is worthless. Labels that are the next tokens
+    make it a language model, and the gradient of an output with respect to its own label shows that it is seen.
+    Encoders, taggers, prefixes and sentences that are summed up in a vector are left alone.
+    """
+
+    name = "visible_labels"
+    hears = (VisibleLabel,)
+
+    def judge(self, fact: VisibleLabel) -> Finding | None:
+        """Return the finding, with the place."""
+        return self.report(
+            step=fact.step,
+            message=f"the output at place {fact.place} depends on token {fact.place + 1}, the label it is to predict: "
+            "the model sees what comes next while it trains, and will not when it generates",
+            advice="Hide later tokens in every layer that mixes places: is_causal=True, or a mask above the diagonal "
+            "added before the softmax; pad a convolution on the left only; no bidirectional layer.",
+            evidence={"place": fact.place, "share": fact.share},
         )
 
 

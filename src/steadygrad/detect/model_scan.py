@@ -208,6 +208,32 @@ class IdleAverage(OnceRule[ModelScan]):
         )
 
 
+class StaleStatistics(OnceRule[ModelScan]):
+    """The program evaluates an average of the weights whose BatchNorm statistics are never updated.
+
+    The weights of a copy that is called an average moved between three evaluations, the model's statistics did, and
+    those of the copy did not: it normalises by what other weights produced. Statistics that are copied, averaged,
+    measured again before an evaluation, or frozen in the model as well are left alone. Cost: see `idle_average`.
+    """
+
+    name = "stale_statistics"
+    hears = (ModelScan,)
+
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        name, where = fact.stale_statistics
+        if not name:
+            return None
+        return self.report(
+            step=fact.step,
+            message=f"{name}, an average of the weights, is evaluated{at(where)} with BatchNorm statistics that never "
+            "change, while the model's do: they belong to other weights",
+            advice=f"Update the buffers too: buffer.copy_(model's) for each of {name}.buffers(), or use "
+            "torch.optim.swa_utils.AveragedModel, or update_bn() before the evaluation.",
+            evidence={"where": where, "num_steps": fact.num_steps},
+        )
+
+
 class RestoredWeights(OnceRule[Restored]):
     """Every forward runs with the weights from before the first step: the program puts them back after each step.
 

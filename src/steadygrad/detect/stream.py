@@ -10,9 +10,16 @@ from collections import deque
 from collections.abc import Iterable
 
 from steadygrad.detect.memory import Remembering
-from steadygrad.detect.once import OnceRule
+from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Fact, Finding, Reading, Severity
-from steadygrad.facts.program import LabelDependence, LabelScan, SingleSample, StoredDataChange, StreamScan
+from steadygrad.facts.program import (
+    LabelDependence,
+    LabelScan,
+    RepeatedSeed,
+    SingleSample,
+    StoredDataChange,
+    StreamScan,
+)
 
 FEWEST_ROWS = 8
 """Samples in a batch below which one class among them says nothing."""
@@ -84,6 +91,27 @@ class RepeatedOrder(OnceRule[StreamScan]):
             if fact.shuffles
             else "Pass shuffle=True to the DataLoader, unless the order is meant.",
             evidence={"period": fact.period, "tensor": fact.tensor, "shuffles": fact.shuffles},
+        )
+
+
+class FixedSeed(OnceRule[RepeatedSeed]):
+    """The program sets the same seed in every step: dropout, noise and augmentation are the same each time.
+
+    Programs that set other seeds, that put states of generators back, or that draw nothing are left alone.
+    """
+
+    name = "repeated_seed"
+    hears = (RepeatedSeed,)
+
+    def judge(self, fact: RepeatedSeed) -> Finding | None:
+        """Return the finding, with the place."""
+        return self.report(
+            step=fact.step,
+            message=f"torch.manual_seed({fact.seed}){at(fact.where)} is called in every step: the last "
+            f"{fact.num_steps} drew the same random numbers, so that dropout, noise or augmentation never change",
+            advice="Set the seed once, before the training; for numbers that are to stay the same, draw from a "
+            "torch.Generator of their own.",
+            evidence={"seed": fact.seed, "num_steps": fact.num_steps, "where": fact.where},
         )
 
 

@@ -109,6 +109,28 @@ class MixedAxes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleLabel:
+    """A language model's output that depends on the token it is to predict."""
+
+    step: int
+    place: int
+    """Place of the output in its row; the label is the token one further on."""
+    share: float
+    """Its gradient there, as a share of the largest one at the other places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedSeed:
+    """A seed that the program sets in every step, so that each draws the same random numbers."""
+
+    step: int
+    seed: int
+    num_steps: int
+    """Steps in a row that drew the same numbers."""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModeScan:
     """The training flags that a forward ran with; sent when they differ from the forwards of its sort before."""
 
@@ -219,6 +241,8 @@ ProgramFact = (
     | LabelScan
     | LabelDependence
     | MixedAxes
+    | VisibleLabel
+    | RepeatedSeed
     | ModeScan
     | RandomEvaluation
     | Restored

@@ -106,6 +106,8 @@ class ModelScan:
     idle_copy: tuple[str, str] = ("", "")
     """Name of a copy of the model that is called an average, was evaluated several times and still holds the weights
     from before the first step; and file:line of an evaluation. Empty if there is none."""
+    stale_statistics: tuple[str, str] = ("", "")
+    """The same for a copy whose weights follow the model's, and whose BatchNorm statistics do not."""
     num_steps: int = 0
     """Steps made so far."""
 

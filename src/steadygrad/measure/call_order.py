@@ -69,12 +69,16 @@ class CallOrderWatch:
         model: nn.Module,
         transfer: Transfer,
         see_loss: Callable[[Tensor], None],
+        see_graph: Callable[[Tensor], None],
     ) -> None:
-        """`parameters`: those of the optimizers; `see_loss` is called with each loss, while its graph is there."""
+        """`parameters`: those of the optimizers; `see_loss` is called with each loss, while its graph is there.
+
+        `see_graph` is called with it before its backward, which frees what the graph has saved.
+        """
         self._parameters, self._own = parameters, {id(p) for p in parameters}
         self._model = model
         self._smallest = sorted(parameters, key=lambda p: p.numel())[:NUM_KEPT]
-        self._transfer, self._see_loss = transfer, see_loss
+        self._transfer, self._see_loss, self._see_graph = transfer, see_loss, see_graph
         self._num_averaging, self._steps_left = 0, 0
         self._walks_left = MOST_WALKS
         self._start_step()
@@ -109,6 +113,10 @@ class CallOrderWatch:
         """Stop listening."""
         self._steps_left = 0
         stop_listening(self, to_saves=True)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """A backward is about to begin."""
+        self._see_graph(loss)
 
     def after_backward(self, call: BackwardCall) -> None:
         """Note the loss's constants, and the norm of the gradients as backward has left them."""

@@ -1,12 +1,13 @@
-"""CopyWatch: evaluations of a copy of the model -> the average that was made by hand and never moves.
+"""CopyWatch: evaluations of a copy of the model -> the average that was made by hand and never moves, or half of it.
 
 Copies are modules of the model's own type, with parameters of the same names and shapes. They are looked up among all
 live objects, which takes 10 to 100 ms, when the watch is made; and once more after the first steps, but only if the
 type is referred to more often than before, since each new module refers to it. Then their calls are heard, without a
 trace in what the program saves. A copy that is called with gradients, in steps close together (a reference or a target
 network), or with other weights than the first ones is left alone from then on. So is one whose name does not say that
-it is an average: a teacher may stay as it is. Costs one small host read in each of the first evaluations of a copy,
-none in a step.
+it is an average: a teacher may stay as it is. Where the weights of a copy move, the statistics of its BatchNorm layers
+must do so as well, if the model's do: from one evaluation to the next both are compared. Costs one small host read in
+each of the first evaluations of a copy, none in a step.
 """
 
 from __future__ import annotations
@@ -34,9 +35,18 @@ APART = 10
 """Steps between two evaluations from which they look like validations, not like parts of a step."""
 NUM_EVALUATIONS = 3
 """Evaluations with the first weights after which an average is idle: it may begin later than the training."""
-MOST_FRAMES = 32
+MOST_FRAMES, MOST_NORMS = 32, 4
 AVERAGES = frozenset(("ema", "swa", "avg", "average", "averaged", "shadow", "polyak"))
 """Words in the name of an average."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    weights: list[Tensor]
+    statistics: list[Tensor]
+    """Means and variances of BatchNorm layers."""
+    own: list[Tensor]
+    """Those of the model at that time."""
 
 
 @dataclass(slots=True)
@@ -45,6 +55,10 @@ class _Calls:
     """Number of steps made at its last call."""
     num_apart: int = 0
     num_close: int = 0
+    num_stale: int = 0
+    """Evaluations in a row for which the weights moved and the statistics did not."""
+    seen: _Sample | None = None
+    """What it held at its last evaluation."""
 
 
 class CopyWatch:
@@ -65,6 +79,8 @@ class CopyWatch:
         """Steps made so far."""
         self.idle: tuple[str, str] | None = None
         """Name of an average that is evaluated and never moves, and file:line of the evaluation."""
+        self.stale: tuple[str, str] | None = None
+        """The same for one whose weights move, and whose BatchNorm statistics do not."""
 
     def search(self, first: Mapping[str, Tensor], sample: Callable[[Tensor], Tensor]) -> None:
         """Find copies, and hear their calls; `first` are samples of the first weights, as `sample` takes them."""
@@ -98,8 +114,11 @@ class CopyWatch:
         is_apart = step - calls.last >= APART
         calls.num_close += not is_apart
         calls.last = step
-        if torch.is_grad_enabled() or calls.num_close > 1 or (is_apart and not self._is_first(copy)):
+        if torch.is_grad_enabled() or calls.num_close > 1:
             self._leave(copy)
+            return
+        if is_apart and not self._is_first(copy):
+            self._compare_statistics(copy, calls)
             return
         calls.num_apart += is_apart
         if calls.num_apart == NUM_EVALUATIONS:
@@ -107,6 +126,32 @@ class CopyWatch:
             if name:
                 self.idle = name, find_caller()
             self._leave(copy)
+
+    def _compare_statistics(self, copy: nn.Module, calls: _Calls) -> None:
+        """Note whether the weights of a copy have moved since its last evaluation, and its statistics have not."""
+        before, calls.seen = calls.seen, self._take_sample(copy)
+        now = calls.seen
+        if before is not None:
+            has_moved = not _are_same(now.weights, before.weights) and not _are_same(now.own, before.own)
+            calls.num_stale = calls.num_stale + 1 if has_moved and _are_same(now.statistics, before.statistics) else -1
+        is_stale = calls.num_stale == NUM_EVALUATIONS - 1
+        if is_stale:
+            name = find_average_name(copy)
+            if name:
+                self.stale = name, find_caller()
+        # In train mode, as in torch's `update_bn`, statistics are being measured.
+        is_measured = any(norm.training for norm in _list_norms(copy))
+        if is_stale or calls.num_stale < 0 or is_measured or not now.statistics:
+            self._leave(copy)
+
+    @torch.no_grad()
+    def _take_sample(self, copy: nn.Module) -> _Sample:
+        weights = dict(copy.named_parameters())
+        return _Sample(
+            weights=[self._sample(weights[name]).cpu() for name in self._first],
+            statistics=[self._sample(one).cpu() for one in _list_statistics(copy)],
+            own=[self._sample(one).cpu() for one in _list_statistics(self._model)],
+        )
 
     @torch.no_grad()
     def _is_first(self, copy: nn.Module) -> bool:
@@ -179,6 +224,21 @@ def _is_average(name: str) -> bool:
     """Return whether a name has such a word in it: 'ema_model', 'ModelEma', not 'schema'."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     return not AVERAGES.isdisjoint(re.split(r"[^a-z]+", words))
+
+
+def _list_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    return [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+
+
+def _list_statistics(module: nn.Module) -> list[Tensor]:
+    """Return the means and variances that some BatchNorm layers keep."""
+    norms = _list_norms(module)
+    found = [tensor for norm in norms[:MOST_NORMS] for tensor in (norm.running_mean, norm.running_var)]
+    return [tensor for tensor in found if tensor is not None and is_readable(tensor)]
+
+
+def _are_same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return len(ones) == len(others) and all(torch.equal(one, other) for one, other in zip(ones, others))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

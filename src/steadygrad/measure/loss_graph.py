@@ -229,6 +229,11 @@ def shorten(node: Any) -> str:
     return _ENDING.sub("", node.name())
 
 
+def read_dim(node: Any) -> int:
+    """Return the dimension that a node saved, negative ones as such."""
+    return _sign(node._saved_dim)
+
+
 def _spell(kind: str) -> str:
     return NAMES.get(kind) or _WORD.sub("_", kind).lower()
 

@@ -105,6 +105,7 @@ class ModelWatch:
             stale_save=self._stale_saves[-1] if len(self._stale_saves) > 1 and not self._has_good_save else "",
             idle_average=self._has_idle_average,
             idle_copy=self._copies.idle or ("", ""),
+            stale_statistics=self._copies.stale or ("", ""),
             partial_save=self._partial_saves.find(),
             num_steps=self.num_steps,
         )
@@ -131,8 +132,11 @@ class ModelWatch:
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
-    def after_backward(self, call: BackwardCall) -> None:
+    def before_backward(self, loss: Tensor) -> None:
         """Backwards are heard elsewhere."""
+
+    def after_backward(self, call: BackwardCall) -> None:
+        """Their ends too."""
 
     def before_clip(self, call: ClipCall) -> None:
         """And so are clips."""

@@ -47,7 +47,7 @@ class ModeWatch:
         self._training: ModeScan | None = None
         self._seen: dict[bool, ModeScan] = {}
         self._facts: list[ModeScan | RandomEvaluation] = []
-        self._block = (-1, DONE)
+        self._block, self._block_trains = (-1, DONE), False
         self._flags: list[bool] = []
         self._fresh: dict[int, bool] = {}
         self._may_listen = True
@@ -64,12 +64,16 @@ class ModeWatch:
             self._flags, self._training = flags, self._read(step, is_evaluation=False)
 
     def note_evaluation(self, step: int, first_input: int = 0) -> None:
-        """Note a forward without gradients after `step`: the first of each block, and the next with another input."""
+        """Note a forward without gradients after `step`: the first of each block, and the next with another input.
+
+        And the first in eval mode: what came before it, in train mode, was not the evaluation.
+        """
         self._count_repeats(step, first_input)
         is_first = self._block[0] != step
-        if step < 0 or (not is_first and self._block[1] in (first_input, DONE)):
+        turns_to_eval = self._block_trains and not self._model.training
+        if step < 0 or (not is_first and self._block[1] in (first_input, DONE) and not turns_to_eval):
             return
-        self._block = (step, first_input if is_first else DONE)
+        self._block, self._block_trains = (step, first_input if is_first else DONE), self._model.training
         scan = dataclasses.replace(self._read(step, is_evaluation=True), is_first=is_first)
         if any(getattr(layer, "momentum", 0.1) is None and layer.training for _, layer in self._layers):
             return  # torch's update_bn: statistics are measured again

@@ -89,7 +89,12 @@ class PeriodicScans:
         self._is_ranked = ranks is not None and ranks.many
         self._program = program if program is not None else ProgramWatch(trained, every=self._every)
         self._program_scans: ProgramScans | None = (
-            ProgramScans(trained, see_loss=QuietHook(self._look_at_loss, num_arguments=1), ranks=ranks)
+            ProgramScans(
+                trained,
+                see_loss=QuietHook(self._look_at_loss, num_arguments=1),
+                see_graph=QuietHook(self._program.before_own_backward, num_arguments=1),
+                ranks=ranks,
+            )
             if self._every
             else None
         )

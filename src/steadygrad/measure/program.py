@@ -25,10 +25,12 @@ from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_
 from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
+from steadygrad.measure.next_token import NextTokenWatch
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
 from steadygrad.measure.rows import is_readable
+from steadygrad.measure.seeds import SeedWatch
 from steadygrad.measure.stored_data import StoredDataWatch
 from steadygrad.measure.stream import StreamWatch, sum_on_device
 from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
@@ -56,6 +58,7 @@ class ProgramWatch:
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
+        self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch()
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
         self._time_first: TimeFirstWatch | None = None
@@ -106,6 +109,8 @@ class ProgramWatch:
         if not self._has_batch and self._wants_batch(self._next_step):
             self._note_batch(list(find_tensors(args, kwargs)), is_given=False)
         self._num_calls += 1
+        if self._num_calls == 1:
+            self._try(self._seeds.begin)
         if self._num_calls == 1 and may_enter(self._model):
             self._time_first = TimeFirstWatch(self._model)
             if not self._is_inside and model is self._model:
@@ -141,12 +146,17 @@ class ProgramWatch:
         if reshapes is not None:
             self._reshapes = reshapes
         is_scan = step % self._every == 0
-        if number < NUM_FULL or is_scan or self._row_gradients.wants_more:
+        if number < NUM_FULL or is_scan or self._row_gradients.wants_more or self._next_token.wants_more:
             self._try(self._look, step, loss, number, True)
         elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
             self._try(self._look, step, loss, number, False)
         # Do not keep the batch alive beyond its backward.
         self._call = None
+
+    def before_own_backward(self, loss: Tensor) -> None:
+        """The program calls backward itself; losses that were seen already, and those of other models, are left out."""
+        if self.has_call:
+            self.before_backward(self._next_step, loss)
 
     def after_optimizer(self, step: int) -> None:
         """The optimizer has made its step, and the gradients are still there."""
@@ -154,6 +164,8 @@ class ProgramWatch:
             return
         self._next_step, self._has_batch, self._call = step + 1, False, None
         self._modes.end_step()
+        seed = self._try(self._seeds.end_step, step) if self._seeds.is_on else None
+        self._facts += [] if seed is None else [(step, seed)]
         if self._restored.is_watching or step in LOOKS:
             restored = self._try(self._restored.end_step, step)
             self._facts += [] if restored is None else [(step, restored)]
@@ -177,7 +189,7 @@ class ProgramWatch:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
             facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
-        for watch in (self._stream, self._stored, self._dependence, self._row_gradients):
+        for watch in (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []
         return facts
@@ -222,6 +234,8 @@ class ProgramWatch:
             if self._may_differentiate and (number == 1 or self._row_gradients.wants_more):
                 inputs = [tensor for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
                 self._try(self._row_gradients.note, step, loss, look.labels[0], inputs)
+            if self._may_differentiate and (number == 1 or self._next_token.wants_more):
+                self._try(self._next_token.note, step, loss, look.labels[0])
 
     def _find_mixed(
         self, step: int, labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -59,9 +59,14 @@ class ProgramScans:
     """The parts, each of which may be missing."""
 
     def __init__(
-        self, trained: TrainedParameters, *, see_loss: Callable[[Tensor], None], ranks: Ranks | None = None
+        self,
+        trained: TrainedParameters,
+        *,
+        see_loss: Callable[[Tensor], None],
+        see_graph: Callable[[Tensor], None],
+        ranks: Ranks | None = None,
     ) -> None:
-        """`see_loss` is called with the losses of the first steps, for scans of their graph."""
+        """`see_loss` and `see_graph` are called with the losses of the first steps, after and before their backward."""
         self._trained = trained
         self._group = None if ranks is None else ranks.group
         self._ddp = None if ranks is None else ranks.ddp
@@ -72,7 +77,11 @@ class ProgramScans:
         self._has_begun = False
         self._ranks: RankAgreement | None = None
         self._calls = CallOrderWatch(
-            [p for _, p in trained.named], model=trained.model, transfer=self._transfer, see_loss=see_loss
+            [p for _, p in trained.named],
+            model=trained.model,
+            transfer=self._transfer,
+            see_loss=see_loss,
+            see_graph=see_graph,
         )
         self._model = ModelWatch(trained)
         self._precision = PrecisionWatch(trained, transfer=self._transfer)

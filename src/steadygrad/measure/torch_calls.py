@@ -1,12 +1,12 @@
-"""Calls of torch's training functions -> those who listen: backward, clipping, saving, averages.
+"""Calls of torch's training functions -> those who listen: backward, clipping, saving, averages, seeds.
 
 A guard sees the gradients, not what the program did to them. So a few functions of torch are wrapped, once and for the
-process: `torch.autograd.backward`, `clip_grad_norm_` and `clip_grad_value_`, `torch.save` and `AveragedModel.forward`;
-`loads.py` wraps `Module.load_state_dict`. Each passes its arguments on unchanged. With no listener a wrapper costs
-under a microsecond; a listener that fails is dropped and the call goes on. Nothing happens inside a compiled graph,
-inside another backward, or while a step is replayed. Backward and clipping are heard in the listener's own thread only:
-another thread may be inside its backward, which changes gradients without holding the interpreter's lock, and reading
-them would crash.
+process: `torch.autograd.backward`, `clip_grad_norm_` and `clip_grad_value_`, `torch.save`, `AveragedModel.forward`,
+`torch.manual_seed` and `torch.set_rng_state`; `loads.py` wraps `Module.load_state_dict`. Each passes its arguments on
+unchanged. With no listener a wrapper costs under a microsecond; a listener that fails is dropped and the call goes on.
+Nothing happens inside a compiled graph, inside another backward, or while a step is replayed. Backward and clipping are
+heard in the listener's own thread only: another thread may be inside its backward, which changes gradients without
+holding the interpreter's lock, and reading them would crash.
 """
 
 from __future__ import annotations
@@ -73,15 +73,24 @@ class ClipCall:
 class Listener(Protocol):
     """Hears calls until `stop_listening` is called with it."""
 
+    def before_backward(self, loss: Tensor) -> None: ...
     def after_backward(self, call: BackwardCall) -> None: ...
     def before_clip(self, call: ClipCall) -> None: ...
     def after_save(self, saved: Any, where: str) -> None: ...
     def before_average(self, average: AveragedModel) -> None: ...
 
 
+class SeedListener(Protocol):
+    """Hears of seeds until `stop_listening_to_seeds` is called with it."""
+
+    def before_seed(self, seed: int) -> None: ...
+    def before_restore(self) -> None: ...
+
+
 _listeners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Each with the thread whose calls it hears."""
 _to_saves: weakref.WeakSet[Any] = weakref.WeakSet()
+_to_seeds: weakref.WeakSet[Any] = weakref.WeakSet()
 _num_muted = 0
 _is_installed = False
 
@@ -98,6 +107,17 @@ def stop_listening(listener: Listener, *, to_saves: bool = False) -> None:
     _listeners.pop(listener, None)
     if to_saves:
         _to_saves.discard(listener)
+
+
+def listen_to_seeds(listener: SeedListener) -> None:
+    """Let `listener`, which is held weakly, hear of seeds from now on."""
+    install()
+    _to_seeds.add(listener)
+
+
+def stop_listening_to_seeds(listener: SeedListener) -> None:
+    """Leave `listener` out."""
+    _to_seeds.discard(listener)
 
 
 @contextlib.contextmanager
@@ -126,6 +146,9 @@ def install() -> None:
     for place in (torch, torch.serialization):
         _wrap(place, "save", _around_save)
     _wrap(AveragedModel, "forward", _around_average)
+    for place in (torch, torch.random):
+        _wrap(place, "manual_seed", _around_seed)
+        _wrap(place, "set_rng_state", _around_restore)
 
 
 def _wrap(place: Any, name: str, around: Callable[..., Any]) -> None:
@@ -133,7 +156,7 @@ def _wrap(place: Any, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _num_muted or torch.compiler.is_compiling() or not (_listeners or _to_saves):
+        if _num_muted or torch.compiler.is_compiling() or not (_listeners or _to_saves or _to_seeds):
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
 
@@ -147,6 +170,7 @@ def _around_backward(run: Callable[..., None], tensors: Any, *args: Any, **kwarg
         # Before it runs: backward frees what the graph has saved.
         with contextlib.suppress(Exception):
             call = _describe_backward(tensors)
+        _notify(_list_here(), lambda one: one.before_backward(tensors))
     run(tensors, *args, **kwargs)
     if call is not None:
         _notify(_list_here(), lambda one: one.after_backward(call))
@@ -186,6 +210,16 @@ def _around_average(forward: Callable[..., Any], average: AveragedModel, *args: 
     return forward(average, *args, **kwargs)
 
 
+def _around_seed(set_seed: Callable[..., Any], seed: Any) -> Any:
+    _notify(_to_seeds, lambda one: one.before_seed(int(seed)))
+    return set_seed(seed)
+
+
+def _around_restore(restore: Callable[..., Any], new_state: Any) -> Any:
+    _notify(_to_seeds, lambda one: one.before_restore())
+    return restore(new_state)
+
+
 def _list_here() -> list[Any]:
     here = threading.get_ident()
     alive = (reference() for reference in _listeners.keyrefs())  # a copy: other threads may begin to listen meanwhile
@@ -198,6 +232,7 @@ def _notify(listeners: Iterable[Any], hear: Callable[[Any], None]) -> None:
             hear(one)
         except Exception:  # an unusual tensor, or no memory: the program's own call has worked
             stop_listening(one, to_saves=True)
+            stop_listening_to_seeds(one)
 
 
 def _describe_backward(loss: Tensor) -> BackwardCall:

@@ -101,7 +101,7 @@ _python = _PythonState()
 def restore_random(state: Mapping[str, Any]) -> None:
     """Put back what `capture_random` took."""
     random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
+    torch.default_generator.set_state(state["torch"])  # as torch.set_rng_state, whose calls are those of the program
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
     for device, generator in state["cuda"].items():

@@ -1,0 +1,60 @@
+"""The output of one place is looked at once, and training never notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steadygrad import Guard, GuardConfig
+from steadygrad.measure import next_token
+
+
+class Language(nn.Module):
+    """A causal language model with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out, self.drop = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Dropout(0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.drop(self.embedding(tokens))[:, None]
+        return self.out(F.scaled_dot_product_attention(h, h, h, is_causal=True)[:, 0])
+
+
+def train(*, guarded: bool) -> tuple[nn.Module, float]:
+    """Return a trained model and the next random number."""
+    torch.manual_seed(0)
+    model = Language()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = Guard(model, optimizer, config=GuardConfig(clip=None)) if guarded else None
+
+    def compute_loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
+
+    for _ in range(5):
+        tokens = torch.randint(16, (8, 12))
+        if guard is not None:
+            guard.step(compute_loss, tokens)
+        else:
+            optimizer.zero_grad()
+            compute_loss(tokens).backward()
+            optimizer.step()
+    if guard is not None:
+        guard.close()
+        assert all(finding.severity.value == "info" for finding in guard.findings)
+    return model, torch.rand(()).item()
+
+
+def test_weights_and_random_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    differentiate = next_token._differentiate
+    monkeypatch.setattr(next_token, "_differentiate", lambda *args: looked.append(args) or differentiate(*args))
+    (plain, plain_next), (guarded, guarded_next) = train(guarded=False), train(guarded=True)
+
+    assert len(looked) == 2  # two rows of one backward
+    assert plain_next == guarded_next
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), guarded.parameters(), strict=True))
