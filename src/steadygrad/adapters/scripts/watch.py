@@ -274,6 +274,7 @@ class Watch:
         if self._live is not None and self._live.stop():
             self._live = None
         if reading is None:
+            self._step += 1  # without gradients; other ranks may have had some, and count it
             return
         # The reading was made before it was known whether the step would be taken.
         if skipped != reading.skipped:
