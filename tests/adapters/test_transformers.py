@@ -340,6 +340,27 @@ def test_a_resumed_training_goes_on_with_the_state_of_the_guard(tmp_path: Path) 
     assert {name: stats[name] for name in names} == {name: expected[name] for name in names}
 
 
+def test_a_save_that_fails_half_way_leaves_no_state_that_a_resume_would_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, save = make_rows(), torch.save
+
+    def fill_the_disk(thing: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if not str(path).startswith(str(tmp_path)) or "steadygrad" not in Path(path).name:
+            return save(thing, path, *args, **kwargs)
+        Path(path).write_bytes(b"PK half of a file")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        train(Regression(), rows, tmp_path, GuardCallback(), save_strategy="steps", save_steps=4)
+    monkeypatch.undo()
+
+    resumed = GuardCallback()
+    train(Regression(), rows, tmp_path, resumed, resume=str(tmp_path / "checkpoint-4"))
+    assert resumed.guard.stats()["num_steps"] == len(rows) // BATCH - 4, "it begins with what it sees"
+
+
 # --- the rest -------------------------------------------------------------------------------------------------------
 
 

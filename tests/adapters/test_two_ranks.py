@@ -33,8 +33,20 @@ TRANSFORMERS = """
 from trainer_trainings import *
 from steadygrad.adapters.transformers import GuardCallback
 callback = GuardCallback()
-trainer = train(Regression(), spoil(make_rows(24), 4, "nan"), out / "trainer", callback)
+save, written = torch.save, []
+
+def note_and_save(thing, path, *args, **kwargs):
+    written.append(Path(path).name)
+    save(thing, path, *args, **kwargs)
+
+torch.save = note_and_save
+options = dict(save_strategy="steps", save_steps=3)
+trainer = train(Regression(), spoil(make_rows(24), 4, "nan"), out / "trainer", callback, **options)
 module, rank = trainer.model, trainer.args.process_index
+num_states = sum("steadygrad" in name for name in written)
+assert num_states == (2 if rank == 0 else 0), f"rank {rank} has written the guard's state {num_states} times"
+kept = torch.load(out / "trainer" / "checkpoint-3" / "steadygrad.pt", weights_only=True)
+assert kept["judgement"]["tally"]["num_skipped"] == 1
 """
 END = """
 stats = callback.guard.stats()

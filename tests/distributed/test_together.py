@@ -194,25 +194,26 @@ class Brittle(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def scan_weights() -> list[ParameterScan]:
-    """The second scan fails on rank 1 alone."""
+def scan_weights(bad: int) -> list[ParameterScan]:
+    """Scan number `bad` fails on rank 1 alone; the first one while its tensors are listed."""
     model = make_model()
     model.register_buffer("brittle", torch.ones(3).as_subclass(Brittle))
     trained = find_trained_parameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
     watch = ParameterWatch(trained, ranks=find_ranks(model, trained.named))
-    scans = [watch.scan(-1)]
-    for step in range(3):
-        Brittle.is_broken = step == 0 and dist.get_rank() == 1
-        pending = watch.begin()
+    scans = []
+    for number in range(4):
+        Brittle.is_broken = number == bad and dist.get_rank() == 1
+        pending = watch.begin(shares_later=number == 0)
         Brittle.is_broken = False
-        scans.append(pending.read(step))
+        scans.append(pending.read(number - 1))
     return scans
 
 
-def test_a_scan_that_fails_on_one_rank_counts_as_none_on_all_and_no_rank_waits() -> None:
-    first, second = run_ranks(scan_weights, 2)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_scan_that_fails_on_one_rank_counts_as_none_on_all_and_no_rank_waits(bad: int) -> None:
+    first, second = run_ranks(scan_weights, 2, bad)
     assert first == second
-    assert [bool(scan.norms) for scan in first] == [True, False, True, True]
+    assert [bool(scan.norms) for scan in first] == [number != bad for number in range(4)]
     assert [scan.num_changed for scan in first] == [0, 0, 0, 0]
 
 

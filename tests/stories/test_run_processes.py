@@ -269,6 +269,21 @@ def test_a_rank_without_guard_is_reported_and_no_other_skips_alone(tmp_path: Pat
     assert "nan" in first.out
 
 
+AVERAGES_ALL = "                p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n"
+
+
+def test_a_rank_without_gradients_leaves_no_other_waiting(tmp_path: Path) -> None:
+    text = REDUCE_IN_STEP.replace("                dist.all_reduce", AVERAGES_ALL + "                dist.all_reduce")
+    text = text.replace("    (model(x)", "    if step != 1 or rank == 0: (model(x)")
+    first, second = run_ranks(tmp_path, UNGUARDED_RANK + text)
+
+    for done in (first, second):
+        assert "NOT skipped" not in done.err
+    assert first.out == second.out
+    assert "nan" not in first.out
+    assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [3]
+
+
 STARTS_OTHERS = """
 import os, subprocess, sys, torch
 model = torch.nn.Linear(2, 1)

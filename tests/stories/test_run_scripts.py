@@ -290,6 +290,33 @@ def test_a_forked_process_is_guarded_on_its_own(tmp_path: Path) -> None:
     assert sum("guarding SGD (1 tensor, 2)" in line for line in done.err.splitlines()) == 2
 
 
+FORKS_WITH_THE_LOCK = """
+import os, signal
+import torch
+from steadygrad.adapters.scripts.session import _current
+
+with _current[0]._lock:  # as when another thread makes an optimizer while this one forks
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that waits for the lock is ended
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for factor in (1.0, float("nan")):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 2)) * factor).mean().backward()
+            optimizer.step()
+        os._exit(0 if model.weight.isfinite().all() else 1)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_process_that_was_forked_while_a_lock_was_held_trains_on_guarded(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, write(tmp_path / "forking.py", FORKS_WITH_THE_LOCK))
+
+    assert done.code == 0, done.err
+    assert skipped_steps(tmp_path / "run" / "process-1") == [1]
+
+
 def test_ranks_that_torchrun_starts_leave_out_the_same_step(tmp_path: Path) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -50,7 +50,7 @@ class PendingParameterScan:
         self,
         watch: ParameterWatch,
         subjects: Sequence[Subject] = (),
-        ticket: Ticket | Callable[[], Ticket] | None = None,
+        ticket: Ticket | Callable[[], Ticket | None] | None = None,
     ) -> None:
         """`ticket`: the numbers, or what sends them when they are read."""
         self._watch, self._subjects, self._ticket = watch, subjects, ticket
@@ -61,7 +61,7 @@ class PendingParameterScan:
         ticket = self._ticket() if callable(self._ticket) else self._ticket
         numbers = ticket.wait() if ticket is not None else ()
         pushed = self._watch.take_pushed(step)
-        if FAILED in numbers[CHANGED : WIDTH * len(self._subjects) : WIDTH]:
+        if ticket is None or FAILED in numbers[CHANGED : WIDTH * len(self._subjects) : WIDTH]:
             self._watch.drop_hashes()  # on all ranks, not only on the one that has none
             self._subjects = ()
         rows = [(subject, numbers[WIDTH * i : WIDTH * (i + 1)]) for i, subject in enumerate(self._subjects)]
@@ -99,6 +99,7 @@ class ParameterWatch:
         self._looks: dict[torch.device, Looker] = {}
         self._subjects: list[Subject] = []
         self._signature: list[object] | None = None
+        self._is_listed = self._is_listed_by_all = False
         self._still = set(self._groups)  # parameters that no step should have moved since the previous scan
         self._pushed: dict[str, int] = {}  # those that a step should have moved, and that step
 
@@ -130,7 +131,9 @@ class ParameterWatch:
         try:
             subjects, numbers, halves = self._look_or_say_failed()
 
-            def send() -> Ticket:
+            def send() -> Ticket | None:
+                if not self._know_all_sizes():
+                    return None
                 shared = torch.cat([self._share(numbers, subjects).reshape(-1), halves])
                 return (self._transfer or Transfer(slots=1)).send(shared)
 
@@ -187,7 +190,18 @@ class ParameterWatch:
         signature = _sign_tensors(self._model)
         if signature is None or signature != self._signature:
             self._signature, self._subjects = signature, list(self._list_subjects())
+        self._is_listed = True
         return self._subjects
+
+    def _know_all_sizes(self) -> bool:
+        """Return whether every rank knows the size of the exchange: one that has never listed its tensors does not.
+
+        A host exchange, until it is so: with the first scan, whose numbers are waited for where they are sent.
+        """
+        if self._ranks.many and not self._ranks.is_joining and not self._is_listed_by_all:
+            self._is_listed_by_all = bool(self._ranks.find_least(int(self._is_listed)))
+            return self._is_listed_by_all
+        return True
 
     def _list_subjects(self) -> Iterator[Subject]:
         """Yield the model's parameters, those that only an optimizer holds, and buffers that can be non-finite."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import TextIO
 
 from steadygrad.adapters.scripts.places import find_rank
-from steadygrad.facts import Cause, Incident, Severity
+from steadygrad.facts import Action, Cause, Incident, Severity
+from steadygrad.facts.kinds import find_kind
 from steadygrad.record import Sink
 from steadygrad.words import spell_count
 
@@ -62,9 +64,9 @@ class Terminal(Sink):
         if self._told[kind] == SHOWN + 1:
             self.say(f"  (further lines of this kind are left out: {kind})")
 
-    def add_totals(self, num_steps: int, num_skipped: int, cause: str) -> None:
-        """Count what one optimizer did; keep the first `cause` of a skipped step."""
-        self._totals.update(optimizers=1, steps=num_steps, skipped=num_skipped)
+    def add_totals(self, num_steps: int, num_skipped: int, cause: str, *, observed: bool = False) -> None:
+        """Count what one optimizer did; keep the first `cause` of a bad step. `observed`: nothing could be skipped."""
+        self._totals.update(optimizers=1, steps=num_steps, skipped=num_skipped, observed=observed)
         self._first_cause = self._first_cause or cause
 
     def report_totals(self, opened: str) -> None:
@@ -72,7 +74,8 @@ class Terminal(Sink):
         total = self._totals
         if total["optimizers"] > SHOWN:
             steps = spell_count(total["steps"], "step")
-            what = f"{total['optimizers']} optimizers in all: {steps}, {total['skipped']} skipped"
+            done = spell_done(total["skipped"], observed=total["observed"] > 0)
+            what = f"{total['optimizers']} optimizers in all: {steps}, {done}"
             self.say_loudly(f"{what}{self._first_cause}{opened}")
 
     def _name_process(self) -> str:
@@ -81,21 +84,57 @@ class Terminal(Sink):
             return f"steadygrad: rank {rank}: "
         return f"steadygrad: process {os.getpid()}: " if self._is_child else "steadygrad: "
 
-    def write_incident(self, incident: Incident) -> None:
-        """Print what was found, what was done, what caused it, and what to do."""
+    def write_incident(self, incident: Incident, whose: str = "") -> None:
+        """Print what was found, what was done, what caused it, and what to do. `whose`: 'Adam: ', or ''."""
         finding = incident.finding
         self._told[finding.kind] += 1
         if self.worst is None or finding.severity.rank > self.worst.rank:
             self.worst = finding.severity
         if self._told[finding.kind] > SHOWN:
             return
-        self.say(f"{finding.when}: {finding.message} ({incident.outcome.message})")
+        self.say(f"{whose}{finding.when}: {finding.message}{_spell_outcome(incident)}")
         if incident.also:
             self.say(f"  also: {'; '.join(other.message for other in incident.also)}")
         if incident.cause is not None and incident.cause is not self._cause:
             self._cause = incident.cause  # shared by all findings of its step
-            self.say(str(incident.cause))
+            self.say(f"{whose}{incident.cause}")
         if finding.advice and self._told[finding.kind] == 1:
             self.say(f"  {finding.advice}")
         if self._told[finding.kind] == SHOWN:
             self.say(f"  (further {finding.kind} incidents are only counted)")
+
+
+class Voice(Sink):
+    """One optimizer's lines on a Terminal: they begin with its name while others live beside it."""
+
+    def __init__(self, terminal: Terminal, name: str, *, has_others: Callable[[], bool]) -> None:
+        self.terminal, self.name, self._has_others = terminal, name, has_others
+
+    @property
+    def _whose(self) -> str:
+        return f"{self.name}: " if self._has_others() else ""
+
+    def say_loudly(self, text: str) -> None:
+        """Print a line that should not be overlooked."""
+        self.terminal.say_loudly(f"{self._whose}{text}")
+
+    def say_few(self, kind: str, text: str) -> None:
+        """Print a line loudly; of each kind only the first few."""
+        self.terminal.say_few(kind, f"{self._whose}{text}")
+
+    def write_incident(self, incident: Incident) -> None:
+        """Print an incident."""
+        self.terminal.write_incident(incident, self._whose)
+
+
+def spell_done(num_skipped: int, *, observed: bool) -> str:
+    """Return what was done to the steps: '3 skipped'."""
+    return "only observed" if observed else f"{num_skipped} skipped"
+
+
+def _spell_outcome(incident: Incident) -> str:
+    """Return what was done, in parentheses; empty for a mere report, but never silent about a bad step."""
+    if incident.outcome.action is not Action.NONE:
+        return f" ({incident.outcome.message})"
+    is_of_step = any(find_kind(finding.kind).about_step for finding in (incident.finding, *incident.also))
+    return " (the step was taken all the same)" if is_of_step else ""

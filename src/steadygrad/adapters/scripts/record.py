@@ -13,11 +13,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from steadygrad.adapters.scripts.messages import Terminal
+from steadygrad.adapters.scripts.messages import Voice, spell_done
 from steadygrad.adapters.scripts.places import spell_folder
 from steadygrad.config import GuardConfig
 from steadygrad.errors import ConfigError
-from steadygrad.facts import Cause, Incident
+from steadygrad.facts import Cause, Finding, Incident
 from steadygrad.judgement import Judgement
 from steadygrad.record import Recorder
 from steadygrad.record.run_directory import make_record
@@ -25,19 +25,20 @@ from steadygrad.record.run_folder import RunFolder
 from steadygrad.record.tally import Tally
 from steadygrad.words import spell_count
 
+RISEN = ("loss_explosion", "rate_too_high", "unrecovered_loss")
+"""Kinds of which a loss far above its earlier level is the sign: an info here, which is not printed when it comes."""
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 class Record:
     """Where one optimizer's steps are written down."""
 
-    def __init__(self, name: str, terminal: Terminal) -> None:
-        """`name` is the optimizer's class."""
-        self._name, self._terminal, self._process = name, terminal, os.getpid()
+    def __init__(self, voice: Voice, *, observe: bool) -> None:
+        self._voice, self._observe, self._process = voice, observe, os.getpid()
         self._held: RunFolder | None = None
-        self._ledger: tuple[Tally, list[Incident]] | None = None
+        self._ledger: tuple[Tally, list[Finding], list[Incident]] | None = None
         self._finish: weakref.finalize[..., object] | None = None
-        self.recorder = Recorder([terminal])
+        self.recorder = Recorder([voice])
         self.folder: Path | None = None
         """The run directory; None when nothing is written."""
 
@@ -54,13 +55,14 @@ class Record:
                 held.begin_anew()
             sink = make_record(held.path, config, names, run_id=held.run_id)
         except ConfigError as error:
-            self._terminal.say(f"no record is written: {error}")
+            self._voice.terminal.say(f"no record is written: {error}")
             return
-        self.recorder, self.folder = Recorder([sink, self._terminal]), held.path
+        self.recorder, self.folder = Recorder([sink, self._voice]), held.path
 
     def follow(self, owner: object, judgement: Judgement) -> None:
         """Finish when `owner` is freed or the process ends."""
-        self._ledger = (judgement.tally, judgement.incidents)  # the judgement itself holds the optimizer
+        # The judgement itself holds the optimizer.
+        self._ledger = (judgement.tally, judgement.findings, judgement.incidents)
         # Also runs at exit, by weakref's own atexit handler. Nothing that `self` holds may lead to `owner`, or it never
         # runs before that.
         self._finish = weakref.finalize(owner, self._close)
@@ -76,7 +78,10 @@ class Record:
         whose = "" if type(owner) is nn.Module else f" of {type(owner).__name__}"
         where = "nothing is recorded" if self.folder is None else f"record in {spell_folder(self.folder)}"
         tensors = spell_count(len(parameters), "tensor")
-        self._terminal.say_few("an optimizer begins", f"guarding {self._name} ({tensors}, {size}){whose}; {where}")
+        what, but = ("watching", ", nothing is skipped") if self._observe else ("guarding", "")
+        name = self._voice.name.removesuffix(whose)
+        line = f"{what} {name} ({tensors}, {size}){whose}{but}; {where}"
+        self._voice.terminal.say_few("an optimizer begins", line)
 
     def _close(self) -> None:
         # A forked process inherits the finalizer, and would close and report its parent's run.
@@ -85,13 +90,14 @@ class Record:
         self.recorder.close()
         if self._held is not None:
             self._held.release()
-        tally, incidents = self._ledger
+        tally, findings, incidents = self._ledger
         steps, found = spell_count(tally.num_steps, "step"), spell_count(len(incidents), "incident")
         cause = spell_cause(incidents)
-        self._terminal.add_totals(tally.num_steps, tally.num_skipped, cause)
+        terminal = self._voice.terminal
+        terminal.add_totals(tally.num_steps, tally.num_skipped, cause, observed=self._observe)
         opened = "" if self.folder is None else f"; steadygrad report {spell_folder(self.folder)}"
-        what = f"{self._name}: {steps}, {tally.num_skipped} skipped, {found}"
-        self._terminal.say_few("an optimizer ends", f"{what}{cause}{opened}")
+        what = f"{self._voice.name}: {steps}, {spell_done(tally.num_skipped, observed=self._observe)}, {found}"
+        terminal.say_few("an optimizer ends", f"{what}{cause}{spell_rise(findings)}{opened}")
 
 
 def spell_cause(incidents: Sequence[Incident]) -> str:
@@ -99,6 +105,12 @@ def spell_cause(incidents: Sequence[Incident]) -> str:
     known = (incident.cause for incident in incidents if incident.cause is not None)
     cause = next((cause for cause in known if cause.phase != "unknown"), None)
     return "" if cause is None else f"; {cause.headline}{_spell_line(cause)}"
+
+
+def spell_rise(findings: Sequence[Finding]) -> str:
+    """Return where the loss first left its range and stayed, which a script may mean to happen; '' if it did not."""
+    risen = next((finding for finding in findings if finding.kind in RISEN), None)
+    return "" if risen is None else f"; the loss rose far above its earlier level (step {risen.step}), by design or not"
 
 
 def _spell_line(cause: Cause) -> str:

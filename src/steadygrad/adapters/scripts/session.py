@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer
 from steadygrad.adapters.scripts.agreement import count_ranks
 from steadygrad.adapters.scripts.hard_exit import before_hard_exit
 from steadygrad.adapters.scripts.losses import LOSS, Losses
-from steadygrad.adapters.scripts.messages import Terminal
+from steadygrad.adapters.scripts.messages import Terminal, Voice
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.places import Places, spell_folder
 from steadygrad.adapters.scripts.trained import list_parameters
@@ -188,7 +188,7 @@ class Session:
         watch = Watch(
             optimizer,
             options=self._options,
-            terminal=self.terminal,
+            voice=Voice(self.terminal, type(optimizer).__name__, has_others=lambda: len(self._watches) > 1),
             number=self.num_made,
             choose_folder=self._choose_folder,
             list_optimizers=lambda: [watch.optimizer for watch in self._watches],
@@ -201,11 +201,23 @@ class Session:
             hear_calls(part, listener)
 
     def _choose_folder(self, watch: Watch) -> Path | None:
-        """Return the folder of an optimizer at its first step."""
+        """Return the folder of an optimizer at its first step, when it also gets its name."""
         self.num_guarded += 1
         if self._trains_beside_others(watch):
             gc.collect()  # unless the others are of an earlier trial, and only wait to be freed
+        watch.voice.name = self._choose_name(watch)
         return self._places.choose(trains_beside_others=self._trains_beside_others(watch))
+
+    def _choose_name(self, watch: Watch) -> str:
+        """Return a name that no other living optimizer has: 'Adam', 'Adam of Generator', 'Adam 2 of Generator'."""
+        others = [other for other in self._watches if other is not watch]
+        kind = type(watch.optimizer).__name__
+        if all(type(other.optimizer).__name__ != kind for other in others):
+            return kind
+        whose = "" if type(watch.owner) is nn.Module else f" of {type(watch.owner).__name__}"
+        taken = {other.voice.name for other in others}
+        names = (f"{kind}{number}{whose}" for number in ("", *(f" {n}" for n in range(2, MAX_WATCHED + 2))))
+        return next(name for name in names if name not in taken)
 
     def _trains_beside_others(self, watch: Watch) -> bool:
         return any(other.has_stepped for other in self._watches if other is not watch)
@@ -368,7 +380,7 @@ class Session:
         logger.debug("in full:", exc_info=error)
         if owner is not None and hasattr(owner, "optimizer"):
             vars(owner.optimizer)[KEY] = None
-            self.terminal.say_once(f"{type(owner.optimizer).__name__} is NOT guarded from here on")
+            self.terminal.say_once(f"{owner.voice.name} is NOT guarded from here on")
 
 
 def explain_in_all(error: BaseException) -> None:

@@ -1,23 +1,25 @@
 """A rule -> the same rule for a script, in which harm on finite numbers cannot be proven.
 
-A loss that rises for a while may have been harmed or may be meant to rise (a curriculum, a reward that grows, an
-adversary that catches up). A Guard tells them apart by the paired test, and where that has no answer it reports a mere
-warning as an info. A script's step is never tested, so here it always is one.
+A loss that rises or jumps may have been harmed or may be meant to (a curriculum, targets that grow, an adversary that
+catches up). A Guard tells them apart by the paired test. A script's steps are never tested, so here every such finding
+is an info: an alarm about a healthy training would be harm.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from steadygrad.detect.base import Rule
-from steadygrad.facts import Fact, Finding, Severity
+from steadygrad.facts import Answer, Fact, Finding, Proof, Severity
 from steadygrad.facts.kinds import find_kind
+from steadygrad.prove.words import report_answer
+
+NOT_TESTED = "the steps of a script are not tested, a Guard's are"
 
 
 class Unproven:
-    """Runs a rule, and lowers its warnings that would need a proof."""
+    """Runs a rule, and lowers to an info what would need a proof."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -40,7 +42,7 @@ class Unproven:
 
 
 def _weigh(finding: Finding) -> Finding:
-    kind = find_kind(finding.kind)
-    if finding.severity is Severity.WARNING and kind.needs_proof and not kind.is_spike:
-        return dataclasses.replace(finding, severity=Severity.INFO)
-    return finding
+    # "proof" is there already where the numbers have become non-finite, which needs no test.
+    if finding.severity is Severity.INFO or not find_kind(finding.kind).needs_proof or "proof" in finding.evidence:
+        return finding
+    return report_answer(finding, Proof(answer=Answer.UNKNOWN, step=finding.step, reason=NOT_TESTED))

@@ -26,7 +26,7 @@ from steadygrad.act.snapshots import Snapshots
 from steadygrad.adapters.scripts.callers import Callers
 from steadygrad.adapters.scripts.forward_scans import ForwardScans
 from steadygrad.adapters.scripts.losses import Loss
-from steadygrad.adapters.scripts.messages import Terminal
+from steadygrad.adapters.scripts.messages import Voice
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
 from steadygrad.adapters.scripts.record import Record
@@ -111,7 +111,7 @@ class Watch:
         optimizer: torch.optim.Optimizer,
         *,
         options: Options,
-        terminal: Terminal,
+        voice: Voice,
         number: int,
         choose_folder: Callable[[Watch], Path | None],
         list_optimizers: Callable[[], list[torch.optim.Optimizer]],
@@ -120,7 +120,7 @@ class Watch:
 
         `list_optimizers` returns all that are alive, this one included.
         """
-        self.optimizer, self._observe, self._terminal = optimizer, options.observe, terminal
+        self.optimizer, self._observe, self.voice = optimizer, options.observe, voice
         self._choose_folder, self.process = choose_folder, os.getpid()
         self.thread = threading.get_ident()
         """The thread whose backwards and clips are this optimizer's: where it was made, then where it steps."""
@@ -144,7 +144,7 @@ class Watch:
         self._clipped: _Clipped | None = None
         self._reading: Reading | None = None
         self._signature: list[int] = []
-        self._together = Together(str(number), optimizer, report=terminal.say_loudly)
+        self._together = Together(str(number), optimizer, report=voice.say_loudly)
         self._began_on: tuple[int, ...] = ()
         self._forward_scans: ForwardScans | None = None
         self._num_without_gradients = 0
@@ -241,7 +241,7 @@ class Watch:
         # `decide` is called whether this rank's step is bad or not: the others wait for its word.
         leave_out = not self._observe and (self._together.decide(bad) if around.has_many_ranks else bad)
         if leave_out and not bad:
-            self._terminal.say_few("skipped for another rank", f"step {self._step}: {OTHER_RANK}")
+            self.voice.say_few("skipped for another rank", f"step {self._step}: {OTHER_RANK}")
         # Before the diagnosis: the replay must start from the buffers that the step started from.
         if leave_out and not _is_search(reading):
             self._buffers.restore()
@@ -274,6 +274,7 @@ class Watch:
         if self._live is not None and self._live.stop():
             self._live = None
         if reading is None:
+            self._step += 1  # without gradients; other ranks may have had some, and count it
             return
         # The reading was made before it was known whether the step would be taken.
         if skipped != reading.skipped:
@@ -412,7 +413,7 @@ class Watch:
         # Disabled: a rollback needs a loop that knows about it. The Actor wants the object all the same.
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
         folder = self._choose_folder(self)
-        record = self._record = Record(type(self.optimizer).__name__, self._terminal)
+        record = self._record = Record(self.voice, observe=self._observe)
         record.open(folder, self._config, names)
         if record.folder is not None:
             self._investigator.use_folder(record.folder)
