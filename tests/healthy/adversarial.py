@@ -178,6 +178,35 @@ def gan_of_one_guard(trial: Trial) -> None:
 
 
 @scenario
+def adversarial_term_joins(trial: Trial) -> None:
+    """A critic joins a trained autoencoder at step 300: it catches up with whatever it sees, so old weights fool it."""
+    model = nn.ModuleDict({"encoder": make_mlp(8, 32, 3), "decoder": make_mlp(3, 32, 8)})
+    critic, mixing = make_mlp(8, 32, 1, activation=nn.LeakyReLU), torch.randn(4, 8, generator=seeded(4))
+    making = trial.loop(model, torch.optim.Adam(model.parameters(), 2e-3))
+    judging = trial.loop(critic, torch.optim.Adam(critic.parameters(), 2e-3))
+
+    def reconstruct(x: Tensor) -> Tensor:
+        return model["decoder"](model["encoder"](x))
+
+    def make(x: Tensor, weight: float) -> Tensor:
+        made = reconstruct(x)
+        return (made - x).abs().mean() - weight * critic(made).mean()
+
+    def judge(real: Tensor, fake: Tensor) -> Tensor:
+        return F.relu(1 - critic(real)).mean() + F.relu(1 + critic(fake)).mean()
+
+    for number in range(600):
+        x = (torch.randn(32, 4) @ mixing).tanh()
+        critic.requires_grad_(False)
+        making.step(make, x, 2.0 if number >= 300 else 0.0)
+        critic.requires_grad_(True)
+        if number >= 300:
+            judging.step(judge, x, reconstruct(x).detach())
+    x = (torch.randn(256, 4) @ mixing).tanh()
+    trial.expect("reconstruction", (reconstruct(x) - x).abs().mean().item(), below=0.6)
+
+
+@scenario
 def gradient_reversal(trial: Trial) -> None:
     """Domain-adversarial training: the encoder unlearns the domain, so the domain's loss rises to log 2."""
     encoder, labeller, domain = make_mlp(6, 32, 8), nn.Linear(8, 2), make_mlp(8, 16, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,29 @@ def head_reinitialised_through_data(trial: Trial) -> None:
         loop.step(loss, *task.draw(64))
     trial.expect("jump", loop.losses[300], above=100 * loop.losses[299])
     trial.expect("last loss", loop.final, below=0.05)
+
+
+@scenario
+def reset_by_a_hook_of_the_optimizer(trial: Trial) -> None:
+    """Every 300 steps a hook sets all layers anew, inside the optimizer's own step; 150 steps bring them back."""
+    model, task = make_mlp(8, 64, 6, activation=nn.ReLU), Clusters(6, 8, spread=1.5, noise=0.6)
+    optimizer, calls = torch.optim.SGD(model.parameters(), 0.01), itertools.count(1)
+
+    def reset(*_: object) -> None:
+        if next(calls) % 300 == 0:
+            for layer in (model[0], model[2]):
+                layer.reset_parameters()
+
+    optimizer.register_step_post_hook(reset)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    loop = trial.loop(model, optimizer)
+    for _ in range(590):
+        loop.step(loss, *task.draw(32))
+    trial.expect("jump", loop.losses[300], above=5 * loop.losses[299])
+    trial.expect("last loss", loop.final, below=0.3)
 
 
 @scenario

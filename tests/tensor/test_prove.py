@@ -411,6 +411,34 @@ def test_a_loss_whose_gradient_is_not_its_slope_proves_nothing() -> None:
         assert torch.equal(value, plain[name]), name
 
 
+class Judged(Loop):
+    """The loss has a term of another network, which may be trained elsewhere."""
+
+    def __init__(self, *, is_trained: bool) -> None:
+        super().__init__()
+        self.critic, self._is_trained = nn.Linear(1, 1).requires_grad_(False), is_trained
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        prediction = self.model(x)
+        return F.mse_loss(prediction, y) + 0.1 * self.critic(prediction).square().mean()
+
+    def step(self, number: int) -> None:
+        self.guard.step(self.loss, *self.make_batch(number))
+        if self._is_trained:
+            self.critic.weight.data += 1e-4
+
+
+def test_a_loss_that_depends_on_weights_trained_elsewhere_proves_nothing() -> None:
+    (finding,) = train(Judged(is_trained=True), Judged.step).find("loss_explosion")  # type: ignore[arg-type]
+    assert finding.evidence["proof"] == Answer.UNKNOWN
+    assert "trained elsewhere" in finding.message
+
+
+def test_a_loss_that_depends_on_a_frozen_network_proves_harm() -> None:
+    (finding,) = train(Judged(is_trained=False), Judged.step).find("loss_explosion")  # type: ignore[arg-type]
+    assert finding.evidence["proof"] == Answer.DAMAGED
+
+
 def test_a_batch_that_was_overwritten_since_proves_nothing() -> None:
     x, y = torch.empty(32, 8), torch.empty(32, 1)
 

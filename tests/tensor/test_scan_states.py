@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -104,6 +105,16 @@ def test_a_zero_gradient_moves_nobody_and_expectations_start_anew_at_each_scan()
     assert watch.scan(0).unchanged == ("0.bias",)
 
     assert watch.scan(1).unchanged == ()
+
+
+def test_a_bias_before_a_batchnorm_is_not_expected_to_move() -> None:
+    model = make_model()
+    watch, _ = make_watch(model)
+    watch.scan(-1)
+
+    watch.note_step(reading_of(0, {"0.weight": 1.0, "0.bias": 1e-7, "2.weight": 1e-3}))
+
+    assert watch.scan(0).unchanged == ("0.weight", "2.weight")
 
 
 def test_each_parameter_has_the_learning_rate_of_its_group() -> None:
@@ -334,7 +345,7 @@ def test_nothing_is_missing_when_every_parameter_has_a_gradient_or_is_frozen() -
 def test_our_own_writes_are_not_taken_for_edits_even_if_they_are_broken_off() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     watch = EditWatch([("p", parameter)])
-    watch.after_optimizer()
+    watch.after_optimizer(0)
 
     def write_and_fail() -> None:
         with watch.aside(), torch.no_grad():
@@ -347,6 +358,45 @@ def test_our_own_writes_are_not_taken_for_edits_even_if_they_are_broken_off() ->
     with torch.no_grad():
         parameter.add_(1.0)
     assert watch.before_optimizer(2)
+
+
+def take_steps(optimizer: torch.optim.Optimizer, watch: EditWatch, steps: range) -> None:
+    for step in steps:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        watch.before_optimizer(step)
+        optimizer.step()
+        watch.after_optimizer(step)
+
+
+def test_weights_that_a_hook_of_the_optimizer_resets_are_an_edit() -> None:
+    layer = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    watch = EditWatch(list(layer.named_parameters()))
+    take_steps(optimizer, watch, range(120))
+    assert watch.last is None
+
+    handle = optimizer.register_step_post_hook(lambda *_: layer.reset_parameters())
+    take_steps(optimizer, watch, range(120, 121))
+    handle.remove()
+    take_steps(optimizer, watch, range(121, 240))
+    assert watch.last == 121  # the weights before step 121 are the new ones
+
+
+def test_an_average_every_few_steps_is_part_of_the_optimizer() -> None:
+    layer = nn.Linear(3, 3)
+    optimizer, calls = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9), itertools.count(1)
+
+    @torch.no_grad()
+    def pull_back(*_: Any) -> None:
+        if next(calls) % 6 == 0:
+            layer.weight.mul_(0.9)
+
+    optimizer.register_step_post_hook(pull_back)
+    watch = EditWatch(list(layer.named_parameters()))
+    take_steps(optimizer, watch, range(200))
+    assert watch.last is None
 
 
 # --- modes ----------------------------------------------------------------------------------------------------------

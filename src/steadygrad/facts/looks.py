@@ -59,7 +59,7 @@ class ParameterScan:
     """The same for the model's buffers."""
     unchanged: tuple[str, ...] = ()
     """Parameters that are bit for bit what they were at the scan before, although a step was applied between the two
-    in which they had a gradient that was not zero and a learning rate above 0."""
+    in which they had a gradient that was not zero or mere rounding, and a learning rate above 0."""
     num_changed: int = 0
     """Parameters that differ from the scan before."""
     changed: tuple[str, ...] = field(default=(), repr=False)

@@ -112,7 +112,7 @@ class Stepper:
             watched.updates.before()
         with optimizers.rates.held():
             watched.reflex.step_on_device(m, carried)
-        watched.edits.after_optimizer()
+        watched.edits.after_optimizer(context.step)
         # Pending holds `m`: a side stream copies from its memory, which must not be reused before that is done.
         self._judging.pending = pending = Pending(m, watched.transfer.send(m.packed, after=complete), context, looks)
         watched.periodic_scans.after_optimizer(context.step, looks)
@@ -154,7 +154,7 @@ class Stepper:
             with optimizers.rates.held():
                 divisor = 1.0 if carried is None or not optimizers.scaler.unscales else float(carried)
                 watched.reflex.step_on_host(used, numbers[COEFFICIENT] / divisor)
-            watched.edits.after_optimizer()
+            watched.edits.after_optimizer(context.step)
             if repaired is None:
                 self._buffers.accept()
             else:  # gradients can be repaired; statistics that saw a bad batch cannot

@@ -27,6 +27,9 @@ from steadygrad.state.trained_parameters import TrainedParameters
 CHANGED = NUM_NUMBERS
 WIDTH = NUM_NUMBERS + 1
 """Numbers per tensor: those of a scan, and whether its bits have changed since the previous one."""
+ROUNDING = 1e-5
+"""Share of the whole gradient's norm up to which a parameter's own may be mere rounding, which need not move it. That
+of a bias before a BatchNorm is a sum that cancels: 1e-8 to 7e-7 of the whole, in float32 with batches of 8 to 256."""
 FAILED = 2.0
 """In place of whether its bits have changed: a rank could not scan, so the maximum over ranks says it to all."""
 
@@ -116,9 +119,9 @@ class ParameterWatch:
         # `not ... > 0` and not `<= 0`, so that NaN counts as no push.
         if not self._still or reading.skipped or not reading.clip_coefficient > 0:
             return
-        table = reading.gradients
+        table, least = reading.gradients, ROUNDING * reading.finite_grad_norm
         for name, norm in zip(table.names, table.cells[::NUM_COLUMNS]):
-            if norm > 0 and name in self._still and self._has_rate(name, reading.learning_rates):
+            if norm > least and name in self._still and self._has_rate(name, reading.learning_rates):
                 self._still.remove(name)
                 self._pushed[name] = reading.step
 

@@ -28,6 +28,7 @@ from steadygrad.diagnose.lineage import find_storages
 from steadygrad.diagnose.meeting import Meeting
 from steadygrad.diagnose.replay import Step
 from steadygrad.measure.ranks import Ranks
+from steadygrad.prove.outside import OutsideWeights, is_outside_candidate
 from steadygrad.state.collect import settle_shards
 from steadygrad.state.shards import is_dtensor, take_local
 
@@ -56,6 +57,7 @@ class PairedTest:
         self.model, self._optimizers, self._ranks = model, tuple(optimizers), ranks
         self._ddp = ranks.ddp if isinstance(ranks.ddp, nn.parallel.DistributedDataParallel) else None
         self._draws: dict[int, list[float]] = {}
+        self._outside = OutsideWeights()
         self.cost = 0.0
         """Approximate cost of the tests so far, in training steps."""
 
@@ -131,12 +133,20 @@ class PairedTest:
         if changed:
             # A queue, a teacher, a target network: shaped by the present weights, it would be unfair to earlier ones.
             raise CannotTestError("the step function keeps state of its own from call to call")
+        if self._outside.have_moved(listener.parameters.values(), self._list_own()):
+            raise CannotTestError("the loss depends on weights that are trained elsewhere (a critic, a teacher)")
         earlier = self._draws.setdefault(number, listener.draws)
         if earlier != listener.draws:
             raise CannotTestError(
                 "the step draws its own data with the model (a policy's actions), so no two weights see the same batch"
             )
         return loss
+
+    def _list_own(self) -> Iterator[Tensor]:
+        yield from self.model.parameters()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def measure_slope(self, step: Step, snapshot: Snapshot) -> float:
         """Return the slope of a step's loss on the way to the snapshot's parameters, by its gradient.
@@ -223,14 +233,16 @@ def _pair_on_the_way(snapshot: Snapshot, share: float) -> Iterator[tuple[Tensor,
 
 
 class _Listener:
-    """Makes each call, and records what was drawn from a distribution."""
+    """Makes each call, and records what was drawn from a distribution, and which parameters were read."""
 
     def __init__(self) -> None:
         self.draws: list[float] = []
+        self.parameters: dict[int, Tensor] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make the call and return its result."""
         result = func(*args, **kwargs)
+        self.parameters |= {id(t): t for t in find_tensors((*args, *kwargs.values())) if is_outside_candidate(t)}
         name = read_signature(func).name.rpartition(".")[2]
         if name in CHOOSING and args and isinstance(args[0], Tensor):
             # A sum tells draws apart as well as the whole tensor does, and needs no memory.
