@@ -96,3 +96,27 @@ def test_a_spoilt_batch_keeps_its_type(batch: Any) -> None:
         torch.testing.assert_close(first, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
         assert torch.equal(second, torch.zeros(2))
     assert torch.equal(next(tensor for _, tensor in find_tensors([batch], {})), torch.ones(2, 3))
+
+
+class NoClass:
+    """As a lazy proxy outside of its context."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of its context")
+
+
+class NoItems(dict[str, Any]):
+    def items(self) -> Any:
+        raise OSError("closed")
+
+
+@pytest.mark.parametrize("kind", [NoClass, NoItems])
+def test_what_cannot_be_opened_stays_as_it_is(kind: type) -> None:
+    batch = [ONE, kind()]
+
+    changed = map_tensors(batch, torch.neg)
+
+    assert torch.equal(changed[0], -ONE)
+    assert changed[1] is batch[1]
+    assert [path for path, _ in find_tensors([batch], {})] == ["0"]

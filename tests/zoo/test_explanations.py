@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from catalogue import render_catalogue
 from cures import CURES, Cure, sum_up
 from cures.cure import TOOLS
@@ -193,6 +195,28 @@ def test_the_text_tells_the_numbers() -> None:
         "the derivative of sqrt is infinite at 0; 0 * inf then gives NaN (17 of 4096 elements of var are 0)"
     )
     assert "steadygrad.losses.safe_sqrt(x)" in told.fixes
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (lambda layer, x: F.normalize(layer(x), dim=-1) / torch.zeros(1), "division_by_zero"),
+        (lambda layer, x: layer(x).sum(-1) / (x[:, 0] * 0), "division_by_zero"),
+        (lambda layer, x: layer(x).std(0) / layer.bias, "division_by_zero"),
+        (lambda layer, x: F.normalize(layer(x), dim=-1) / (x * 0).norm(), "division_by_norm_of_zero"),
+        (lambda layer, x: layer(x).std(0) / (x * 0).sum(0)[:3], "division_by_empty_sum"),
+    ],
+)
+def test_what_made_the_dividend_is_not_the_reason_for_a_division_by_zero(
+    step: Callable[[nn.Module, Tensor], Tensor], name: str
+) -> None:
+    layer = nn.Linear(4, 3)
+    nn.init.zeros_(layer.bias)
+
+    cause = diagnose(lambda x: step(layer, x).mean(), torch.rand(5, 4), model=layer)
+
+    assert cause is not None
+    assert (cause.op, cause.name) == ("aten.div", name)
 
 
 def test_without_numbers_the_op_is_still_explained() -> None:

@@ -19,7 +19,7 @@ from steadygrad.diagnose.expressions import name_operands
 from steadygrad.diagnose.frames import Place, read_source, spell_place
 from steadygrad.diagnose.own_names import name_fixes, use_own_names
 from steadygrad.diagnose.situation import Operand, Situation
-from steadygrad.diagnose.trace import Event, Trace
+from steadygrad.diagnose.trace import Event, Read, Trace
 from steadygrad.facts import Cause, name_holder
 from steadygrad.state.shards import take_local
 
@@ -97,7 +97,7 @@ class CauseBuilder:
             op=self.culprit.name,
             phase=self.phase,
             kind=self.born,
-            operands=add_sources(view.operands, place, self.culprit.name),
+            operands=add_sources(self._add_upstream(view.operands), place, self.culprit.name),
             scalars=view.scalars,
             output=view.outputs[0] if view.outputs else None,
             grad=self._find_grad() if self.phase == "backward" else None,
@@ -124,17 +124,26 @@ class CauseBuilder:
                 return operand
         return None
 
-    def _find_upstream(self) -> tuple[str, ...]:
+    def _add_upstream(self, operands: Sequence[Operand]) -> list[Operand]:
+        """Return the operands with the ops that made each of them, where each is known by its read."""
+        reads = self.culprit.reads
+        if len(reads) != len(operands):
+            return list(operands)
+        return [
+            dataclasses.replace(operand, upstream=self._find_upstream([read])) for operand, read in zip(operands, reads)
+        ]
+
+    def _find_upstream(self, reads: Sequence[Read] | None = None) -> tuple[str, ...]:
+        """Return the ops that made what the culprit has read, or some of it, nearest first."""
         names: list[str] = []
-        waiting, seen = [self.culprit], {self.culprit.index}
+        waiting, seen = [self.culprit.reads if reads is None else reads], {self.culprit.index}
         while waiting and len(names) < MAX_NEIGHBOURS:
             # Breadth first: explanations look at the nearest ops first.
-            event = waiting.pop(0)
-            for writer in dict.fromkeys(writer for read in event.reads for writer in read.writers[-2:]):
+            for writer in dict.fromkeys(writer for read in waiting.pop(0) for writer in read.writers[-2:]):
                 made = self.trace.events[writer]
                 if writer not in seen and not made.is_given:
                     seen.add(writer)
-                    waiting.append(made)
+                    waiting.append(made.reads)
                     names.append(made.name)
         return tuple(names[:MAX_NEIGHBOURS])
 

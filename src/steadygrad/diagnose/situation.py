@@ -38,6 +38,8 @@ class Operand:
     num_nan: int = 0
     num_inf: int = 0
     """Of either sign."""
+    upstream: tuple[str, ...] | None = None
+    """The ops that made it, nearest first; None where that is not known."""
 
     @property
     def title(self) -> str:

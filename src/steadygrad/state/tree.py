@@ -86,9 +86,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], depth: int = MAX
     if not depth or is_a(value, nn.Module):
         return value
     if is_a(value, (list, tuple)):
-        return remake(value, [map_tensors(item, change, depth - 1) for item in value])
+        items = [item for _, item in _open(value)]
+        return remake(value, [map_tensors(item, change, depth - 1) for item in items]) if items else value
     if is_a(value, Mapping):
-        return refill(value, {key: map_tensors(item, change, depth - 1) for key, item in value.items()})
+        changed = {key: map_tensors(item, change, depth - 1) for key, item in _open(value)}
+        return refill(value, changed) if changed else value
     if is_instance_of_dataclass(value):
         return replace_fields(value, lambda item: map_tensors(item, change, depth - 1))
     return value
@@ -96,7 +98,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], depth: int = MAX
 
 def is_instance_of_dataclass(value: Any) -> bool:
     """Whether `value` is an object with fields, not the class itself."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return hasattr(type(value), "__dataclass_fields__")  # not is_dataclass(), which asks for the `__class__`
 
 
 def remake(like: Any, items: list[Any]) -> Any:

@@ -135,9 +135,18 @@ def is_op(*ops: str) -> Condition:
     return lambda situation: plain_name(situation.op) in ops
 
 
-def comes_from(*ops: str, within: int | None = None) -> Condition:
-    """Whether one of these is among the last `within` ops before, or among all that are known."""
-    return lambda situation: any(op in ops for op in drop_views(situation.upstream)[:within])
+def comes_from(*ops: str, within: int | None = None, key: Key | None = None) -> Condition:
+    """Whether one of these is among the last `within` ops before, or among all that are known.
+
+    `key`: among those that made this operand, where they are known apart from the others'.
+    """
+
+    def holds(situation: Situation) -> bool:
+        operand = None if key is None else find_operand(situation, key)
+        upstream = situation.upstream if operand is None or operand.upstream is None else operand.upstream
+        return any(op in ops for op in drop_views(upstream)[:within])
+
+    return holds
 
 
 def made_by(*ops: str) -> Condition:

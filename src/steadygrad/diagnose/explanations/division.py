@@ -13,7 +13,7 @@ from steadygrad.diagnose.explanations.conditions import (
     in_module,
     unless,
 )
-from steadygrad.diagnose.explanations.entry import BACKWARD, FORWARD, Entry
+from steadygrad.diagnose.explanations.entry import BACKWARD, FORWARD, Condition, Entry
 from steadygrad.diagnose.explanations.evidence import count_infs, count_zeros, join, show_range
 
 NORMS = ("linalg_vector_norm", "norm", "linalg_norm")
@@ -21,8 +21,14 @@ DEVIATIONS = ("std", "var", "std_mean", "var_mean")
 SEGMENTS = ("index_add", "scatter_add", "scatter_reduce", "bincount", "index_reduce")
 LINKS = ("relu", "exp", "softplus", "sigmoid")
 NEAR = 4
-"""Ops before a division: those that made dividend and divisor, and those before them."""
+"""Ops before an op, without views: those that made its operand, and those before them."""
 EXTREMES = ("amax", "max", "amin", "min", "aminmax")
+
+
+def divisor_from(*ops: str, within: int | None = None) -> Condition:
+    """Whether one of these is among the ops that made the divisor: what made the dividend is not the reason."""
+    return comes_from(*ops, within=within, key=1)
+
 
 BY_ZERO = (
     Entry(
@@ -36,7 +42,7 @@ BY_ZERO = (
     Entry(
         name="division_by_empty_sum",
         ops=("div",),
-        conditions=(has_zeros(1), comes_from("sum", "count_nonzero", within=NEAR)),
+        conditions=(has_zeros(1), divisor_from("sum", "count_nonzero", within=NEAR)),
         why="the divisor is 0, as the sum of a mask that selects nothing is, or of a row of zeros",
         evidence=count_zeros(1),
         fixes=(
@@ -48,7 +54,7 @@ BY_ZERO = (
     Entry(
         name="division_by_empty_segment",
         ops=("div",),
-        conditions=(has_zeros(1), comes_from(*SEGMENTS, within=NEAR)),
+        conditions=(has_zeros(1), divisor_from(*SEGMENTS, within=NEAR)),
         why="a segment received no element, so that its count is 0",
         evidence=count_zeros(1),
         fixes=(
@@ -59,7 +65,7 @@ BY_ZERO = (
     Entry(
         name="division_by_norm_of_zero",
         ops=("div",),
-        conditions=(has_zeros(1), comes_from(*NORMS)),
+        conditions=(has_zeros(1), divisor_from(*NORMS)),
         why="the vector is all zeros: it has no direction, and 0 / 0 is NaN",
         evidence=count_zeros(1),
         fixes=(
@@ -71,7 +77,7 @@ BY_ZERO = (
     Entry(
         name="normalize_in_half",
         ops=("div",),
-        conditions=(has_zeros(1), comes_from(*NORMS), comes_from("clamp_min", "clamp"), in_dtype(*HALF)),
+        conditions=(has_zeros(1), divisor_from(*NORMS), divisor_from("clamp_min", "clamp"), in_dtype(*HALF)),
         why="the guard eps = 1e-12 (1e-8 in cosine_similarity) is 0 in float16, so that a zero vector gives 0 / 0",
         evidence=count_zeros(1),
         fixes=("F.normalize(x, dim=-1, eps=1e-4)", "steadygrad.losses.safe_normalize(x, dim=-1)"),
@@ -79,7 +85,7 @@ BY_ZERO = (
     Entry(
         name="eps_lost_in_half",
         ops=("div",),
-        conditions=(has_zeros(1), comes_from("add", within=NEAR), in_dtype(*HALF)),
+        conditions=(has_zeros(1), divisor_from("add", within=NEAR), in_dtype(*HALF)),
         # 3e-8 is half of 2**-24, the smallest float16; so in all entries about a lost eps.
         why="the divisor is 0 in float16: an eps below 3e-8 that is added to it rounds to 0",
         evidence=count_zeros(1),
@@ -89,7 +95,7 @@ BY_ZERO = (
         name="division_by_activation_of_zero",
         ops=("div",),
         phases=FORWARD,
-        conditions=(has_zeros(1), comes_from(*LINKS, within=NEAR)),
+        conditions=(has_zeros(1), divisor_from(*LINKS, within=NEAR)),
         why="the divisor comes from relu, exp, softplus or sigmoid, which give exactly 0 far below 0",
         evidence=count_zeros(1),
         fixes=("x / (y + eps)", "x / y.clamp_min(eps)", "steadygrad.losses.safe_div(x, y)"),
@@ -105,7 +111,7 @@ BY_ZERO = (
     Entry(
         name="division_by_deviation_of_constant",
         ops=("div",),
-        conditions=(has_zeros(1), comes_from(*DEVIATIONS, within=NEAR)),
+        conditions=(has_zeros(1), divisor_from(*DEVIATIONS, within=NEAR)),
         why="the values are all alike, so that their deviation is 0",
         evidence=count_zeros(1),
         fixes=(
@@ -117,7 +123,7 @@ BY_ZERO = (
     Entry(
         name="division_by_largest_of_zeros",
         ops=("div",),
-        conditions=(has_zeros(1), comes_from(*EXTREMES, within=NEAR)),
+        conditions=(has_zeros(1), divisor_from(*EXTREMES, within=NEAR)),
         why="the divisor is the largest or smallest of a row, and that is 0: a row of zeros",
         evidence=count_zeros(1),
         fixes=(
@@ -128,7 +134,7 @@ BY_ZERO = (
     Entry(
         name="division_by_range_of_constant",
         ops=("div",),
-        conditions=(has_zeros(1), comes_from("sub", within=NEAR), comes_from(*EXTREMES)),
+        conditions=(has_zeros(1), divisor_from("sub", within=NEAR), divisor_from(*EXTREMES)),
         why="the values are all alike, so that max - min is 0",
         evidence=count_zeros(1),
         fixes=(
