@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 
-import loss_cases  # noqa: F401  (registers its cases)
+import cut_cases  # noqa: F401  (registers its cases)
+import loss_cases  # noqa: F401
 import mode_cases  # noqa: F401
 import pytest
 import seed_cases  # noqa: F401

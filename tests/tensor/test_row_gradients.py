@@ -51,7 +51,8 @@ def test_weights_and_random_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("way", ["hook", "retained", "checkpoint"])
-def test_a_program_that_would_notice_another_backward_does_not(way: str) -> None:
+@pytest.mark.parametrize("handed", ["a function", "a loss", "nothing"])
+def test_a_program_that_would_notice_another_backward_does_not(way: str, handed: str) -> None:
     """Hooks on tensors fire as often, retained gradients are the same, and nothing is computed again."""
 
     def train(*, guarded: bool) -> tuple[list[float], int]:
@@ -61,12 +62,14 @@ def test_a_program_that_would_notice_another_backward_does_not(way: str) -> None
         guard = Guard(model, optimizer, config=GuardConfig(clip=None)) if guarded else None
         for _ in range(5):
             x, y = torch.randn(16, 3, 10), torch.randint(4, (16,))
-            if guard is not None:
+            if guard is not None and handed == "a function":
                 guard.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            elif guard is not None and handed == "a loss":
+                guard.step(F.cross_entropy(model(x), y))
             else:
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                (optimizer if guard is None else guard).step()
             if way == "retained":
                 assert model.hidden.grad is not None
                 model.seen.append(float(model.hidden.grad.norm()))

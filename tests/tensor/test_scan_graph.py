@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from training import DEVICES, clone, loss_of, make_batches
 
 from steadygrad.facts import GraphScan
-from steadygrad.measure.graph import GraphWatch, find_leaves
+from steadygrad.measure.graph import GraphWatch
+from steadygrad.measure.graph_leaves import find_leaves
 from steadygrad.measure.suspicious_ops import SuspiciousOps
 from steadygrad.state.trained_parameters import find_trained_parameters
 

@@ -12,15 +12,25 @@ from collections.abc import Iterable, Sequence
 from steadygrad.config import DetectConfig
 from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.detect.once import at
 from steadygrad.detect.precision import NUM_STEPS as NUM_FLUSHED
 from steadygrad.detect.precision import is_flushed
 from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, MaskChange, PrecisionScan, Reading, Severity
+from steadygrad.facts.program import CutGraph
 from steadygrad.stats import median
 
 FEWEST_ROWS = 8
 """Fewer parameters than this are too few to compare quarters of the model."""
 SHORT_HISTORY = 32
 """Steps in which the usual share of zeros is learnt."""
+CONNECT = (
+    "Look for detach(), no_grad, or checkpoint(use_reentrant=True) on an input without a gradient; freeze what is not "
+    "meant to learn."
+)
+SOFTEN = (
+    "Use something with a gradient: softmax for argmax, a sigmoid for a comparison, rsample() for sample(), a "
+    "straight-through estimator; freeze what is not meant to learn."
+)
 NUM_ZERO = 20
 """Steps without any gradient: a margin that is met, or a ratio that is clipped, passes sooner."""
 
@@ -229,11 +239,14 @@ class MissingGradient(Remembering):
     """Parameters that the optimizer holds get no gradient: a branch that is not used, or a graph that is cut.
 
     An unused pooler is common, so it is an info; most of the model without a gradient is a cut (reentrant checkpointing
-    on inputs that need no gradient, a stray detach), and a warning.
+    on inputs that need no gradient, a stray detach), and a warning. So is any part, with the values it was made with,
+    whose output goes into the loss through an op without a gradient (argmax, a comparison, `sample()`): looked for in
+    the calls of the first forward.
     """
 
     name = "missing_gradient"
-    memory = ("_streak", "_always", "_share", "_info", "_warning")
+    hears = (Reading, CutGraph)
+    memory = ("_streak", "_always", "_share", "_info", "_warning", "_cut")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.flow
@@ -242,6 +255,7 @@ class MissingGradient(Remembering):
         self._share = 0.0  # least share of one step: no more than this can have been missing throughout
         self._info = Episode(config.repeat_after, quiet=100)
         self._warning = Episode(config.repeat_after, quiet=100)
+        self._cut: list[str] = []  # op, file:line, and the parameters before it
 
     def passes(self, reading: Reading) -> bool:
         """Nothing is missing, and nothing was."""
@@ -249,6 +263,8 @@ class MissingGradient(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report when the same parameters were missing for `missing_patience` steps in a row."""
+        if isinstance(fact, CutGraph):
+            self._cut = [fact.op, fact.where, *fact.parameters]
         if not isinstance(fact, Reading) or fact.is_nonfinite:
             return
         if not fact.missing and not self._streak.length:
@@ -261,15 +277,16 @@ class MissingGradient(Remembering):
         self._share = min(self._share, fact.missing_share) if length > 1 else fact.missing_share
         long = length >= self._config.missing_patience
         most = self._share >= self._config.missing_share
-        if (self._warning if most else self._info).is_due(fact.step, long):
+        is_cut = bool(self._cut) and set(self._cut[2:]) <= set(self._always)
+        why = f"; {self._cut[0]}{at(self._cut[1])}, which has no gradient, cuts them off" if is_cut else ""
+        if (self._warning if most or is_cut else self._info).is_due(fact.step, long):
             yield Finding(
                 kind=self.name,
-                severity=Severity.WARNING if most else Severity.INFO,
+                severity=Severity.WARNING if most or is_cut else Severity.INFO,
                 step=self._streak.start,
                 message=f"{len(self._always)} parameters of the optimizer got no gradient for {length} steps "
-                f"({self._share:.0%} of the trainable elements): {show(self._always)}",
-                advice="Look for detach(), no_grad, or checkpoint(use_reentrant=True) on an input without a gradient; "
-                "freeze what is not meant to learn.",
+                f"({self._share:.0%} of the trainable elements): {show(self._always)}{why}",
+                advice=SOFTEN if is_cut else CONNECT,
                 evidence={
                     "parameters": self._always[:SHOWN],
                     "num_parameters": len(self._always),

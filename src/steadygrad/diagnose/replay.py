@@ -29,7 +29,7 @@ from steadygrad.diagnose.keep import Kept, StorageKeeper, undone
 from steadygrad.diagnose.meeting import CollectiveError, Meeting
 from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.errors import UsageError
-from steadygrad.measure.graph import find_leaves
+from steadygrad.measure.graph_leaves import find_leaves
 from steadygrad.measure.loss import find_loss
 from steadygrad.state.collect import settle_shards
 from steadygrad.state.shards import take_local

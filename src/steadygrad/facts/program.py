@@ -120,6 +120,17 @@ class VisibleLabel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutGraph:
+    """An op without a gradient, whose result goes into the loss and is all that some parameters do for it."""
+
+    step: int
+    op: str
+    """'argmax'; 'sample' for a draw from a distribution."""
+    parameters: tuple[str, ...]
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedSeed:
     """A seed that the program sets in every step, so that each draws the same random numbers."""
 
@@ -243,6 +254,7 @@ ProgramFact = (
     | MixedAxes
     | VisibleLabel
     | RepeatedSeed
+    | CutGraph
     | ModeScan
     | RandomEvaluation
     | Restored

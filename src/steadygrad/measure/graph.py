@@ -20,14 +20,14 @@ from torch.overrides import TorchFunctionMode
 
 from steadygrad.facts import Broadcast, GraphScan
 from steadygrad.measure.call_in_place import call_in_place
+from steadygrad.measure.cuts import CutWatch
+from steadygrad.measure.graph_leaves import find_leaves
 from steadygrad.measure.mixed_axes import ReshapeWatch
 from steadygrad.measure.suspicious_ops import SuspiciousOps
 from steadygrad.state.trained_parameters import TrainedParameters
 
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules that leave their fast path in eval mode when a torch function mode is active."""
-MAX_NODES = 1_000_000
-"""Most nodes of the loss's graph to visit."""
 MAX_DEPTH = 8
 """How deep to search nested containers for parameters."""
 
@@ -55,17 +55,20 @@ class GraphWatch:
         self._double_softmaxes: tuple[str, ...] = ()
         self.loss_places: dict[str, str] = {}
         """Loss functions that were called, and file:line of the last call."""
-        self.reshapes = ReshapeWatch()
+        self.reshapes, self.cuts = ReshapeWatch(), CutWatch()
+        self.has_watched = False
+        """Whether it was ever entered: else `reshapes` and `cuts` know nothing, not even that there is no hook."""
 
     def __enter__(self) -> Self:
         try:
             if self._mode is None and may_enter(self._trained.model):
                 buffers = {id(b) for b in self._trained.model.buffers()}
-                self._mode = CallWatch(SuspiciousOps(constants=buffers), self.reshapes)
+                self._mode = CallWatch(SuspiciousOps(constants=buffers), self.reshapes, self.cuts)
         except Exception:
             self._mode = None
         if self._mode is not None:
             self._stack.enter_context(self._mode)
+            self.has_watched = True
         return self
 
     @property
@@ -98,11 +101,11 @@ class GraphWatch:
 
 
 class CallWatch(TorchFunctionMode):
-    """Passes each call on to `suspicious_ops` and `reshapes`; one failure there ends the watch."""
+    """Passes each call on to `suspicious_ops`, `reshapes` and `cuts`; one failure there ends the watch."""
 
-    def __init__(self, suspicious_ops: SuspiciousOps, reshapes: ReshapeWatch) -> None:
+    def __init__(self, suspicious_ops: SuspiciousOps, reshapes: ReshapeWatch, cuts: CutWatch) -> None:
         super().__init__()
-        self.suspicious_ops, self.reshapes = suspicious_ops, reshapes
+        self.suspicious_ops, self.reshapes, self.cuts = suspicious_ops, reshapes, cuts
         self._broken = False
 
     def __torch_function__(
@@ -118,6 +121,7 @@ class CallWatch(TorchFunctionMode):
         result = call_in_place(func, args, kwargs)
         self._try(self.suspicious_ops.after, func, args, kwargs, result)
         self._try(self.reshapes.after, func, args, result)
+        self._try(self.cuts.after, func, args, kwargs, result)
         return result
 
     def _try(self, look: Callable[..., None], *call: Any) -> None:
@@ -151,23 +155,6 @@ def _find_hidden(trained: TrainedParameters, loss: Tensor) -> tuple[str, ...]:
         if id(tensor) in unknown:
             names.setdefault(id(tensor), name)
     return tuple(names.values())
-
-
-def find_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of `loss` that require a gradient."""
-    leaves: list[Tensor] = []
-    waiting, seen = [loss.grad_fn], {loss.grad_fn}
-    while waiting and len(seen) < MAX_NODES:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.append(node.variable)  # type: ignore[attr-defined]
-        # `seen` holds the nodes, and so their Python objects: a new one could have the id of one that was seen.
-        new = {following for following, _ in node.next_functions} - seen
-        seen |= new
-        waiting += new
-    return leaves
 
 
 def _find_contained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -194,7 +194,8 @@ class PeriodicScans:
         if graph is not None:
             looks.graph = graph.read(step, loss)
             self._program.loss_places = graph.loss_places
-        self._program.before_backward(step, loss, None if graph is None else graph.reshapes)
+        seen = (graph.reshapes, graph.cuts) if graph is not None and graph.has_watched else ()
+        self._program.before_backward(step, loss, *seen)
 
     def _look_at_loss(self, loss: Tensor) -> None:
         """Scan the graph of a loss whose backward the program ran itself."""

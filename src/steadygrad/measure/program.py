@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from steadygrad.facts import Fact, Reading
 from steadygrad.facts.program import LossCall, LossScan, MixedAxes
+from steadygrad.measure.cuts import CutWatch
 from steadygrad.measure.dependence import STARTS, DependenceWatch
 from steadygrad.measure.divisors import PendingDivisions, scan_divisors
 from steadygrad.measure.graph import CallWatch, may_enter
@@ -63,6 +64,8 @@ class ProgramWatch:
         self._restored = RestoredWatch(trained, transfer)
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
+        self._cuts: CutWatch | None = None
+        self._trained = trained
         self._facts: list[tuple[int, Fact | Pending]] = []
         self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._next_step = self._num_backwards = self._num_calls = 0
@@ -135,8 +138,10 @@ class ProgramWatch:
         """The step function has returned or raised."""
         self._is_inside = False
 
-    def before_backward(self, step: int, loss: Tensor, reshapes: ReshapeWatch | None = None) -> None:
-        """A loss is about to be differentiated; `reshapes`: what was seen of the calls that made it."""
+    def before_backward(
+        self, step: int, loss: Tensor, reshapes: ReshapeWatch | None = None, cuts: CutWatch | None = None
+    ) -> None:
+        """A loss is about to be differentiated; `reshapes` and `cuts`: what was seen of the calls that made it."""
         if not self._every or loss.grad_fn is None or (self._loss is not None and self._loss() is loss):
             return
         # Weak: a loss holds its graph.
@@ -145,6 +150,10 @@ class ProgramWatch:
         number, self._num_backwards = self._num_backwards, self._num_backwards + 1
         if reshapes is not None:
             self._reshapes = reshapes
+        cuts, self._cuts = cuts or self._cuts, None
+        if cuts is not None:
+            cut = self._try(cuts.report, step, loss, self._name_trained())
+            self._facts += [] if cut is None else [(step, cut)]
         is_scan = step % self._every == 0
         if number < NUM_FULL or is_scan or self._row_gradients.wants_more or self._next_token.wants_more:
             self._try(self._look, step, loss, number, True)
@@ -162,7 +171,7 @@ class ProgramWatch:
         """The optimizer has made its step, and the gradients are still there."""
         if not self._every:
             return
-        self._next_step, self._has_batch, self._call = step + 1, False, None
+        self._next_step, self._has_batch, self._call, self._cuts = step + 1, False, None, None
         self._modes.end_step()
         seed = self._try(self._seeds.end_step, step) if self._seeds.is_on else None
         self._facts += [] if seed is None else [(step, seed)]
@@ -255,8 +264,12 @@ class ProgramWatch:
 
     def _watch_reshapes(self) -> None:
         """Watch the calls that the model makes, where no mode is around the whole step."""
-        self._reshapes = ReshapeWatch()
-        watch_one_call(self._model, CallWatch(SuspiciousOps(), self._reshapes), lambda: None)
+        self._reshapes, self._cuts = ReshapeWatch(), CutWatch()
+        watch_one_call(self._model, CallWatch(SuspiciousOps(), self._reshapes, self._cuts), lambda: None)
+
+    def _name_trained(self) -> dict[int, str]:
+        own = {id(p) for p in self._model.parameters()}
+        return {id(p): name for name, p in self._trained.named if id(p) in own}
 
     def _is_recurrent(self) -> bool:
         return any(isinstance(one, nn.RNNBase) and not one.bidirectional for one in self._model.modules())
