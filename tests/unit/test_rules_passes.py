@@ -13,6 +13,7 @@ from rule_traces import HEALTHY, NAMES, NUMELS, TROUBLE, poisoned, reading
 from steadygrad.config import DetectConfig, HabitThresholds, LossThresholds
 from steadygrad.detect import Detector, Rule, standard_rules
 from steadygrad.detect.forecast import TAIL_BLOCK
+from steadygrad.detect.gradient_norm import HighGradientNorm
 from steadygrad.detect.loss import LossSpike, Restarts
 from steadygrad.facts import Fact, Finding, Flush, GradientTable, InputScan, InputStats, Reading, Validation
 from steadygrad.stats import find_least_deviation, median, median_deviation
@@ -158,6 +159,20 @@ def test_a_rule_without_a_quick_way_hears_every_reading() -> None:
     for step in range(10):
         detector.observe(reading(step))
     assert mine.heard == 10
+
+
+def test_a_rule_that_observes_in_its_own_way_does_not_inherit_the_quick_one() -> None:
+    heard = []
+
+    class Mine(HighGradientNorm):
+        def observe(self, fact: Fact) -> list[Finding]:
+            heard.append(fact.step)
+            return []
+
+    detector = Detector([Mine(DetectConfig(), 1.0)])
+    for step in range(3):
+        detector.observe(reading(step))
+    assert heard == [0, 1, 2]
 
 
 @pytest.mark.parametrize("draw", [random.Random.random, lambda r: float(r.randint(0, 3)), lambda r: r.gauss(0, 1) ** 5])

@@ -49,6 +49,8 @@ class Remembering:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "observe" in vars(cls) and "passes" not in vars(cls):
+            cls.passes = Remembering.passes  # type: ignore[method-assign]  # a base's quick way belongs to its observe
         keys: dict[str, str] = {}
         for name in cls.memory:
             other = keys.setdefault(name.lstrip("_"), name)

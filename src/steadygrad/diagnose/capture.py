@@ -35,7 +35,9 @@ class AutocastState:
     @classmethod
     def take(cls) -> AutocastState:
         """Capture the current autocasts."""
-        is_open = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+        # One question for all devices, at every step.
+        may_be_open = torch._C._is_any_autocast_enabled()
+        is_open = [device for device in DEVICES if torch.is_autocast_enabled(device)] if may_be_open else []
         if not is_open and torch.is_autocast_cache_enabled():
             return CLOSED
         dtypes = tuple((device, torch.get_autocast_dtype(device)) for device in is_open)

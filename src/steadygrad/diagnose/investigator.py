@@ -61,7 +61,8 @@ class Investigator:
         """
         self._notes = notes or config.enabled
         self._config, self._model, self._optimizers, self._ddp = config, model, optimizers, ddp
-        self._devices = {p.device for p in model.parameters()}
+        # Only those with a generator of their own: they are asked for at every step.
+        self._devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
         self._captures: list[Capture] = []
         self._spans: dict[int, Span] = {}
         """Calls of the model since the last loss, by the id of their Capture."""
