@@ -356,3 +356,37 @@ def test_with_several_optimizers_each_line_says_which_one_it_is_about(
     ends = [line for line in lines if "steps" in line]
     assert any(line.startswith(f"steadygrad: {first}: 6 steps, 0 skipped, no incident") for line in ends)
     assert any(line.startswith(f"steadygrad: {second}: 6 steps, 1 skipped, 1 incident") for line in ends)
+
+
+IN_A_THREAD = f"""
+import atexit, threading
+from concurrent.futures import ThreadPoolExecutor
+
+atexit.register(lambda: print("handlers", flush=True))
+pool = ThreadPoolExecutor(1)
+pool.submit(print, "pooled", flush=True).result()  # its idle worker ends only when Python does
+
+def train():
+    {BAD.replace(chr(10), chr(10) + "    ")}
+    print("trained", flush=True)
+
+threading.Thread(target=train).start()
+"""
+
+
+def test_a_script_whose_thread_outlives_its_last_line_is_judged_when_that_has_ended(tmp_path: Path) -> None:
+    done = run(tmp_path, IN_A_THREAD, "--fail-on", "critical")
+
+    assert (done.code, done.out.split()) == (0, ["pooled", "trained", "handlers"]), done.err
+    assert "NOTHING WAS GUARDED" not in done.err
+    assert done.err.splitlines()[-1].startswith("steadygrad: AdamW: 10 steps, 1 skipped, 1 incident")
+
+
+def test_a_traceback_shows_the_frames_of_a_plain_run(tmp_path: Path) -> None:
+    """An error inside of backward passes through our own functions, which are not the script's business."""
+    text = HEALTHY.replace("BAD", "model.weight.register_hook(lambda grad: 1 / 0)")
+    guarded = run(tmp_path, text)
+    plain = run_plainly(tmp_path, str(tmp_path / "train.py"))
+
+    assert "ZeroDivisionError" in plain.err
+    assert [line for line in guarded.err.splitlines() if not line.startswith("steadygrad: ")] == plain.err.splitlines()

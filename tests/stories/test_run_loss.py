@@ -168,3 +168,33 @@ def test_a_step_with_a_learning_rate_of_nan_is_skipped_and_the_rate_is_named(tmp
 
     assert done.code == 0, done.err
     assert "step 6: the learning rate of parameter group 0 is NaN" in done.err
+
+
+PICKLED = """
+import pickle
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(8):
+    if step == 3:
+        model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+    x = torch.randn(16, 4)
+    size = torch.zeros(()) if step == 6 else torch.ones(())
+    loss = model(x).square().sum() / size  # HERE
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_model_and_an_optimizer_that_come_from_a_pickle_are_diagnosed_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PICKLED)
+    done = run_guarded(tmp_path, str(script))
+
+    line = 1 + PICKLED[: PICKLED.index("# HERE")].count("\n")
+    assert done.code == 0, done.err
+    assert f"born in aten.div (train.py:{line})" in done.err.splitlines()[-1]

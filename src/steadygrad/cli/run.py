@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from pathlib import Path
 
 import click
@@ -79,8 +80,16 @@ def run(
         # sys.exit() of a script that ended well still has to reach whole.end(); any other code is the script's own
         if leaving.code not in (None, 0):
             raise
+    _wait_for_threads()
     if whole.end():
         raise SystemExit(FOUND)
+
+
+def _wait_for_threads() -> None:
+    """Wait for the script's threads, which may still train: Python does so before it runs any exit handler."""
+    if any(thread is not threading.current_thread() and not thread.daemon for thread in threading.enumerate()):
+        # Private. Not join(): idle workers of a ThreadPoolExecutor end only when this tells them to.
+        threading._shutdown()  # type: ignore[attr-defined]
 
 
 def _name_folder(target: str) -> Path | None:

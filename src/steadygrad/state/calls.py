@@ -6,6 +6,7 @@ pickle and copy themselves as the plain ones they would be without it. In a comp
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,8 +30,10 @@ class _Hooks(OrderedDict[int, Any]):
         return {key: hook for key, hook in self.items() if key != self.ours}.values()
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
-        # Pickle and copy.deepcopy rebuild a plain OrderedDict from this, with the hooks of the script itself.
-        return OrderedDict, (), None, None, iter([(key, hook) for key, hook in self.items() if key != self.ours])
+        # Pickle and copy.deepcopy rebuild a plain OrderedDict from this, with the hooks of the script itself: a model
+        # that comes back with any of ours could not be listened to.
+        kept = [(key, hook) for key, hook in self.items() if key != self.ours and not getattr(hook, "is_quiet", False)]
+        return OrderedDict, (), None, None, iter(kept)
 
 
 def hear_calls(module: nn.Module, call: OnCall) -> bool:
@@ -88,9 +91,12 @@ def _find_listeners(module: nn.Module) -> tuple[int, list[OnCall]] | None:
 
 
 def _make_hook(module: nn.Module, listeners: list[OnCall]) -> Callable[..., None]:
+    # Weakly: the module holds its hook, and a model that holds itself is freed only by the garbage collector.
+    heard = weakref.ref(module)
+
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Shallow copies, such as the replicas of nn.DataParallel, share the dict and so this hook.
-        if not torch.compiler.is_compiling() and called is module:
+        if not torch.compiler.is_compiling() and called is heard():
             for listener in list(listeners):  # one may leave now
                 listener(called, args, kwargs)
 

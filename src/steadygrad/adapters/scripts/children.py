@@ -13,11 +13,13 @@ import inspect
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from steadygrad.adapters.scripts.arrival import when_torch_arrives
 from steadygrad.adapters.scripts.options import Options
+from steadygrad.adapters.scripts.own_path import note_path, own_path
 from steadygrad.config.switch import is_switched_off
 
 VARIABLE = "STEADYGRAD_RUN"
@@ -33,6 +35,7 @@ def guard_children(options: Options) -> None:
         "config": options.config.to_dict(),
         "observe": options.observe,
         "run_dir": None if options.run_dir is None else str(options.run_dir),
+        "started_in": str(options.started_in),
     }
     os.environ[VARIABLE] = json.dumps(held)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
@@ -85,8 +88,11 @@ def arm() -> None:
     if text is None or is_switched_off():
         return
 
+    note_path(sys.path)  # Python adds the script's folder later
+
     def begin() -> None:
-        from steadygrad.adapters.scripts.session import Session
+        with own_path():
+            from steadygrad.adapters.scripts.session import Session
 
         Session(_read(text), is_child=True).begin()
 
@@ -102,4 +108,5 @@ def _read(text: str) -> Options:
         config=GuardConfig.from_dict(held["config"]),
         observe=held["observe"],
         run_dir=None if folder is None else Path(folder),
+        started_in=Path(held["started_in"]),
     )

@@ -19,6 +19,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from steadygrad.adapters.scripts.own_path import give_way, note_path
 from steadygrad.errors import UsageError
 
 
@@ -29,19 +30,21 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
     # In place: other modules may hold the list.
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
+        note_path(sys.path[1:])
         sys.path[0] = str(Path.cwd()) if as_module else str(Path(target).resolve().parent)
+        give_way(Path(sys.path[0]))
     try:
         if as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            _run_file(Path(target))
+            _run_file(target)
     except SystemExit:
         raise
     except BaseException as error:
         if isinstance(error, ImportError) and _find_own_part(error.__traceback__) is None:  # runpy found nothing to run
             what = f"the module {target}" if as_module else target
             raise UsageError(f"{what} cannot be run: {error}. Check the name, or give the path of a script.") from None
-        error = error.with_traceback(_find_own_part(error.__traceback__))
+        error = error.with_traceback(_drop_wrappers(_find_own_part(error.__traceback__)))
         # Printed first, as a plain run does: the explanation may take long, or fail.
         sys.excepthook(type(error), error, error.__traceback__)
         _explain(error)
@@ -84,11 +87,12 @@ def _die_of_interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _run_file(path: Path) -> None:
+def _run_file(target: str) -> None:
+    path = Path(target)
     if path.is_dir() or path.suffix not in ("", ".py", ".pyw"):
         runpy.run_path(str(path), run_name="__main__")  # a folder or zip file with a __main__.py, or bytecode
         return
-    place = str(path.absolute())
+    place = os.path.join(Path.cwd(), target)  # not normalised, as `python ./train.py` has it
     main = types.ModuleType("__main__")
     main.__dict__.update(
         __file__=place,
@@ -99,6 +103,16 @@ def _run_file(path: Path) -> None:
     sys.modules["__main__"] = main  # not restored: threads, exit handlers and workers look there after the last line
     # dont_inherit: this file's own `from __future__ import annotations` would change the script's annotations.
     exec(compile(path.read_bytes(), place, "exec", dont_inherit=True), main.__dict__)
+
+
+def _drop_wrappers(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback without the functions by which a Session has replaced some of torch's."""
+    if trace is None:
+        return None
+    trace.tb_next = _drop_wrappers(trace.tb_next)
+    is_ours = Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent
+    # The last one stays: an error that began in our own code must say so.
+    return trace.tb_next if is_ours and trace.tb_next is not None else trace
 
 
 def _find_own_part(trace: types.TracebackType | None) -> types.TracebackType | None:

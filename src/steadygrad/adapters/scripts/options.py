@@ -15,3 +15,5 @@ class Options:
     config: GuardConfig = field(default_factory=GuardConfig)
     observe: bool = False
     run_dir: Path | None = None
+    started_in: Path = field(default_factory=Path.cwd)
+    """The user's own working directory: the script may go to another."""

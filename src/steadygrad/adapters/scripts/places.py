@@ -49,12 +49,9 @@ class Places:
         return _claim(run_dir) if self._is_child else run_dir
 
 
-def spell_folder(folder: Path) -> str:
-    """Return the folder relative to the working directory, where it lies inside."""
-    try:
-        return str(folder.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return str(folder)
+def spell_folder(folder: Path, started_in: Path) -> str:
+    """Return the folder as the user can type it: relative to where the run was started, where it lies inside."""
+    return str(folder.relative_to(started_in) if folder.is_relative_to(started_in) else folder)
 
 
 def find_rank() -> int | None:

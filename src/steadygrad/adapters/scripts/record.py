@@ -33,8 +33,8 @@ UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 class Record:
     """Where one optimizer's steps are written down."""
 
-    def __init__(self, voice: Voice, *, observe: bool) -> None:
-        self._voice, self._observe, self._process = voice, observe, os.getpid()
+    def __init__(self, voice: Voice, *, observe: bool, started_in: Path) -> None:
+        self._voice, self._observe, self._started_in, self._process = voice, observe, started_in, os.getpid()
         self._held: RunFolder | None = None
         self._ledger: tuple[Tally, list[Finding], list[Incident]] | None = None
         self._finish: weakref.finalize[..., object] | None = None
@@ -76,12 +76,15 @@ class Record:
         """Print what is guarded and where the record is."""
         size = spell_size(sum(p.numel() for p in parameters))
         whose = "" if type(owner) is nn.Module else f" of {type(owner).__name__}"
-        where = "nothing is recorded" if self.folder is None else f"record in {spell_folder(self.folder)}"
+        where = "nothing is recorded" if self.folder is None else f"record in {self._spell_folder(self.folder)}"
         tensors = spell_count(len(parameters), "tensor")
         what, but = ("watching", ", nothing is skipped") if self._observe else ("guarding", "")
         name = self._voice.name.removesuffix(whose)
         line = f"{what} {name} ({tensors}, {size}){whose}{but}; {where}"
         self._voice.terminal.say_few("an optimizer begins", line)
+
+    def _spell_folder(self, folder: Path) -> str:
+        return spell_folder(folder, self._started_in)
 
     def _close(self) -> None:
         # A forked process inherits the finalizer, and would close and report its parent's run.
@@ -95,7 +98,7 @@ class Record:
         cause = spell_cause(incidents)
         terminal = self._voice.terminal
         terminal.add_totals(tally.num_steps, tally.num_skipped, cause, observed=self._observe)
-        opened = "" if self.folder is None else f"; steadygrad report {spell_folder(self.folder)}"
+        opened = "" if self.folder is None else f"; steadygrad report {self._spell_folder(self.folder)}"
         what = f"{self._voice.name}: {steps}, {spell_done(tally.num_skipped, observed=self._observe)}, {found}"
         terminal.say_few("an optimizer ends", f"{what}{cause}{spell_rise(findings)}{opened}")
 

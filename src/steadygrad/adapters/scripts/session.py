@@ -33,6 +33,7 @@ from steadygrad.adapters.scripts.hard_exit import before_hard_exit
 from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal, Voice
 from steadygrad.adapters.scripts.options import Options
+from steadygrad.adapters.scripts.own_path import own_path
 from steadygrad.adapters.scripts.places import Places, spell_folder
 from steadygrad.adapters.scripts.trained import list_parameters
 from steadygrad.judgement.raised import may_be_of_numbers
@@ -46,8 +47,6 @@ MAX_WATCHED = 16
 """How many living optimizers are guarded; one per parameter, stepped inside backward, is a different design."""
 NUM_FRAMES = 10
 """Most frames between a Guard and the optimizer's own step: ours, the scheduler's, torch's wrappers."""
-KEY = "_steadygrad_watch"
-"""Attribute under which an optimizer keeps its Watch."""
 _current: list[Session] = []
 """The Session of this process, or of the one that it was forked from."""
 
@@ -62,6 +61,10 @@ class Session:
         self.terminal = Terminal(sys.stderr, is_child=is_child)
         self._places = Places(options.run_dir, is_child=is_child)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        # Beside the optimizers, not on them: a Watch holds all but the optimizer itself, so that it is freed with its
+        # model as soon as the script lets go of it, without waiting for the garbage collector.
+        self._known: weakref.WeakKeyDictionary[Optimizer, Watch | None] = weakref.WeakKeyDictionary()
+        """Every optimizer seen, with its Watch; None where it is not guarded."""
         self._lock = threading.Lock()
         """Held while another thread must not add to them."""
         self.num_made = self.num_guarded = 0
@@ -108,8 +111,8 @@ class Session:
         if os.getpid() == self._process:
             self.close()
             self._report_unseen()
-            folder = self._options.run_dir
-            self.terminal.report_totals("" if folder is None else f"; steadygrad report {spell_folder(folder)}")
+            folder, start = self._options.run_dir, self._options.started_in
+            self.terminal.report_totals("" if folder is None else f"; steadygrad report {spell_folder(folder, start)}")
 
     def _report_unseen(self) -> None:
         """Report optimizers that keep a state, as after training, though no step of theirs was seen.
@@ -172,12 +175,13 @@ class Session:
         self._ours(self._watch, optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        from steadygrad.adapters.scripts.owners import list_parts
-        from steadygrad.adapters.scripts.watch import Watch
+        with own_path():
+            from steadygrad.adapters.scripts.owners import list_parts
+            from steadygrad.adapters.scripts.watch import Watch
 
         self.num_made += 1
         # If anything below fails it stays None: known, unguarded, and not tried again at each step.
-        vars(optimizer)[KEY] = None
+        self._known[optimizer] = None
         if len(self._watches) >= MAX_WATCHED:
             gc.collect()  # an optimizer and its scheduler refer to each other
         if len(self._watches) >= MAX_WATCHED:
@@ -186,14 +190,14 @@ class Session:
         if self.num_made == 1 and multiprocessing.process.parent_process() is not None:
             multiprocessing.util.Finalize(None, self.close, exitpriority=10)  # exit handlers do not run there
         watch = Watch(
-            optimizer,
+            share(optimizer),
             options=self._options,
             voice=Voice(self.terminal, type(optimizer).__name__, has_others=lambda: len(self._watches) > 1),
             number=self.num_made,
             choose_folder=self._choose_folder,
             list_optimizers=lambda: [watch.optimizer for watch in self._watches],
         )
-        vars(optimizer)[KEY] = watch  # lives as long as the optimizer; its state_dict and pickles leave it out
+        self._known[optimizer] = watch
         with self._lock:
             self._watches.add(watch)
         listener = _Listener(weakref.ref(watch), self)
@@ -299,10 +303,10 @@ class Session:
 
     def _find_watch(self, optimizer: Optimizer) -> Watch | None:
         """Return its watch. A copy has none yet: its constructor never ran; nor has one made before a fork."""
-        watch: Watch | None = vars(optimizer).get(KEY)
-        if KEY not in vars(optimizer) or (watch is not None and watch.process != os.getpid()):
+        watch = self._known.get(optimizer)
+        if optimizer not in self._known or (watch is not None and watch.process != os.getpid()):
             self._ours(self._watch, optimizer)
-            watch = vars(optimizer).get(KEY)
+            watch = self._known.get(optimizer)
         return watch
 
     def _step(self, watch: Watch, make: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -326,7 +330,8 @@ class Session:
     def _around_scaler(
         self, make: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        watch: Watch | None = vars(optimizer).get(KEY)  # a wrapper of an optimizer has none, and must not get one
+        # A wrapper of an optimizer has none, and must not get one.
+        watch = self._known.get(optimizer) if isinstance(optimizer, Optimizer) else None
         if watch is None or watch.process != os.getpid() or not self._is_here or not scaler.is_enabled():
             return make(scaler, optimizer, *args, **kwargs)
         self._thread.scaler, self._thread.has_stepped = scaler, False
@@ -379,7 +384,8 @@ class Session:
         logger.error("steadygrad: %s failed, the script goes on without it: %r", name, error)
         logger.debug("in full:", exc_info=error)
         if owner is not None and hasattr(owner, "optimizer"):
-            vars(owner.optimizer)[KEY] = None
+            for optimizer in [optimizer for optimizer, watch in self._known.items() if watch is owner]:
+                self._known[optimizer] = None
             self.terminal.say_once(f"{owner.voice.name} is NOT guarded from here on")
 
 
@@ -388,6 +394,13 @@ def explain_in_all(error: BaseException) -> None:
     for session in _current if may_be_of_numbers(error) else ():
         for watch in list(session._watches):
             session._ours(watch.explain, error)
+
+
+def share(optimizer: Optimizer) -> Optimizer:
+    """Return another object of the same class with the very same attributes, now and later: all but its identity."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__ = optimizer.__dict__
+    return twin
 
 
 class GuardedEntry:

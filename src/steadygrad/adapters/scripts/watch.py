@@ -121,7 +121,7 @@ class Watch:
         `list_optimizers` returns all that are alive, this one included.
         """
         self.optimizer, self._observe, self.voice = optimizer, options.observe, voice
-        self._choose_folder, self.process = choose_folder, os.getpid()
+        self._choose_folder, self._started_in, self.process = choose_folder, options.started_in, os.getpid()
         self.thread = threading.get_ident()
         """The thread whose backwards and clips are this optimizer's: where it was made, then where it steps."""
         self._list_optimizers = list_optimizers
@@ -413,7 +413,7 @@ class Watch:
         # Disabled: a rollback needs a loop that knows about it. The Actor wants the object all the same.
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
         folder = self._choose_folder(self)
-        record = self._record = Record(self.voice, observe=self._observe)
+        record = self._record = Record(self.voice, observe=self._observe, started_in=self._started_in)
         record.open(folder, self._config, names)
         if record.folder is not None:
             self._investigator.use_folder(record.folder)

@@ -17,6 +17,7 @@ from steadygrad.adapters.scripts.arrival import stop_waiting, when_torch_arrives
 from steadygrad.adapters.scripts.children import describe_unguarded, guard_children
 from steadygrad.adapters.scripts.hard_exit import before_hard_exit
 from steadygrad.adapters.scripts.options import Options
+from steadygrad.adapters.scripts.own_path import own_path
 from steadygrad.facts import Severity
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class WholeRun:
         return 1 if is_end and self.end() else code
 
     def _begin_session(self) -> None:
-        from steadygrad.adapters.scripts.session import Session
+        with own_path():
+            from steadygrad.adapters.scripts.session import Session
 
         self._session = Session(self._options)
         self._session.begin()

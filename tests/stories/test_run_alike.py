@@ -1,0 +1,99 @@
+"""`steadygrad run`: small habits of scripts, each compared with plain Python in one pair of processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+HABITS = """
+import difflib, gc, os, sys, weakref
+import torch
+
+print("own module:", difflib.MARK)
+print("file:", os.path.relpath(__file__, os.getcwd()), __file__.endswith("/./inner/train.py"))
+
+
+def train(num_steps):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    print("weights:", sum(float(p.double().sum()) for p in model.parameters()), sorted(vars(optimizer)))
+    return weakref.ref(model), weakref.ref(optimizer)
+
+
+train(2)  # torch imports more at the first step, which leaves cycles
+gc.collect()
+gc.disable()
+print("freed:", [ref() is None for ref in train(10)])
+gc.enable()
+os.chdir("/")
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same script by Python alone, and by us."""
+
+    plain: subprocess.CompletedProcess[str]
+    ours: subprocess.CompletedProcess[str]
+
+    def take(self, start: str) -> str:
+        """Return the lines of standard output that begin so, equal in both."""
+        plain, ours = (
+            [line for line in done.stdout.splitlines() if line.startswith(start)] for done in (self.plain, self.ours)
+        )
+        assert plain == ours
+        return "\n".join(ours)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("alike")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "train.py").write_text(HABITS)
+    (folder / "inner" / "difflib.py").write_text("MARK = 'mine'\n")  # the command line has imported the library's
+    (folder / "inner" / "statistics.py").write_text("print('a module that the script never imports')\n")
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *command, "./inner/train.py"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=folder,
+            env={**os.environ, "PYTHONSAFEPATH": ""},
+        )
+
+    return Pair(run(), run("-m", "steadygrad", "run", "--run-dir", "run"))
+
+
+def test_a_script_gets_the_modules_of_its_folder_and_no_other_one_runs(pair: Pair) -> None:
+    assert pair.take("own module:") == "own module: mine", pair.ours.stderr
+    assert "never imports" not in pair.ours.stdout
+    assert "guarding AdamW" in pair.ours.stderr, "steadygrad has got the library's modules"
+
+
+def test_a_script_is_named_as_it_was_typed(pair: Pair) -> None:
+    assert pair.take("file:") == "file: inner/train.py True"
+
+
+def test_models_and_optimizers_are_freed_when_the_script_lets_go_of_them(pair: Pair) -> None:
+    """A sweep that makes one large model after the other must not hold two at once."""
+    assert pair.take("freed:") == "freed: [True, True]"
+
+
+def test_weights_and_attributes_of_the_optimizer_are_those_of_a_plain_run(pair: Pair) -> None:
+    assert pair.take("weights:")
+
+
+def test_the_record_is_named_from_where_the_run_was_started(pair: Pair) -> None:
+    """The script has gone to another folder, the user's shell has not."""
+    assert pair.ours.stderr.splitlines()[-1].endswith("; steadygrad report run/trial-2")
