@@ -26,6 +26,6 @@ with Guard(model, optimizer, run_dir="runs/plain_loop") as guard:
             x[5] = 0.0
         guard.step(training_step, x, y)
 
-print(guard.incidents[0].cause)
+print(guard.incidents[-1].cause)
 print(f"{guard.stats()['num_skipped']} of 200 steps skipped; healthy: {guard.health()['overall_healthy']}")
 print("Next: steadygrad report runs/plain_loop")
