@@ -1,4 +1,4 @@
-"""A plain loop with a guard. One batch is empty, and the model divides by its length: that step is skipped and named.
+"""A plain loop with a guard. One row of a batch is zero, and the step divides by its norm: the guard skips the step.
 
 python examples/plain_loop.py
 """
