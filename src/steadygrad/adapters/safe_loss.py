@@ -61,7 +61,7 @@ class SafeLoss:
             self.num_errors += 1
             self._num_errors_in_a_row += 1
             if return_outputs or not self._may_replace(error):
-                logger.error("compute_loss raised %r at step %d; it is let through.", error, self._step)
+                logger.error("compute_loss raised %r at step %d; it is re-raised.", error, self._step)
                 if self.guard is not None:
                     self.guard.note(describe_error(error, self.guard))
                 raise

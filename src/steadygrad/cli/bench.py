@@ -55,7 +55,7 @@ class Run:
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--list", "only_list", is_flag=True, help="Only list the benchmarks.")
 @click.option("--quick", is_flag=True, help="Small sizes, minutes in all; changes nothing in benchmarks/results.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; what the programs say goes to stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the programs' own output goes to stderr.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),

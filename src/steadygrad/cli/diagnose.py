@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     type=int,
     default=None,
     metavar="N",
-    help="Which line of incidents.jsonl, from 0.  [default: the last whose batch was kept]",
+    help="Which line of incidents.jsonl, from 0.  [default: the last one whose batch was saved]",
 )
-@click.option("--entry", metavar="MODULE:FUNCTION", help="The training step, or what builds it; see above.  [required]")
+@click.option("--entry", metavar="MODULE:FUNCTION", help="The training step, or a function that builds it.  [required]")
 @click.option(
     "--weights",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A .safetensors file with the model's weights, when they were not saved with the batch.",
+    help="A .safetensors file with the model's weights, if they were not saved with the batch.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 @click.pass_context

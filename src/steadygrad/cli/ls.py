@@ -30,7 +30,7 @@ STYLES = {
     type=click.Choice(["written", "name", "loss", "steps", "state"]),
     default="written",
     show_default=True,
-    help="What comes first: the newest, the name, the smallest loss, the most steps, those that run.",
+    help="Sort by: newest, name, smallest loss, most steps, or running first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def ls(runs_dir: Path, sort: str, as_json: bool) -> None:

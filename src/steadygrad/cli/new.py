@@ -57,14 +57,14 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} cannot be the name of a Python package. Use letters, digits and _: {wanted}.")
     # The project's folder comes first on sys.path: its name would hide the other package from its own imports
     if name in TAKEN or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise UsageError(f"{name!r} is the name of a package that exists, which it would hide. Choose another.")
+        raise UsageError(f"{name!r} is the name of an existing package, which it would hide. Choose another.")
 
 
 def write_project(name: str, folder: Path) -> None:
     """Write every file of the template."""
     # Checked once for all files, before the first one is written
     if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists and is not empty. Give another name, or --into another folder.")
+        raise UsageError(f"{folder} exists and is not empty. Choose another name, or another folder with --into.")
     _write(files("steadygrad.cli") / "template", folder, name)
 
 

@@ -23,7 +23,7 @@ from steadygrad.cli.console import Console
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where the picture is written; its suffix selects the format: .png, .svg or .pdf.",
+    help="Where to write the picture; the suffix selects the format: .png, .svg or .pdf.",
 )
 def plot(runs: tuple[Path, ...], what: str | None, output: Path) -> None:
     """Draw a run, or several in the same panels, as a PNG, SVG or PDF picture.

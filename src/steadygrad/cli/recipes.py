@@ -84,7 +84,7 @@ def open_recipe(name: str, config: Any) -> Target:
     tunable = [recipe.name for recipe in list_recipes() if hasattr(recipe.load(), "open_target")]
     raise UnsupportedError(
         f"{name} cannot be tuned from here: {loop} runs its loop. Call guard.find_lr on its model, or "
-        f"give a function of your own, script.py:function. These can: {', '.join(tunable)}."
+        f"name your own function, script.py:function. These can: {', '.join(tunable)}."
     )
 
 

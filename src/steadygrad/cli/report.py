@@ -17,7 +17,7 @@ from steadygrad.words import make_printable
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where the report is written.  [default: report.html in the first run's folder]",
+    help="Where to write the report.  [default: report.html in the first run's folder]",
 )
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write a report of one run, or a comparison of several, as one HTML file.

@@ -21,20 +21,20 @@ from steadygrad.config.switch import is_switched_off
     "--run-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Where the record is written.  [default: runs/<script>-<time>]",
+    help="Where to write the record.  [default: runs/<script>-<time>]",
 )
-@click.option("--observe", is_flag=True, help="Only watch: every number of the script stays what it was.")
+@click.option("--observe", is_flag=True, help="Only watch: skip nothing, change nothing.")
 @click.option(
     "--config",
     "config_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A YAML or TOML file with a GuardConfig: thresholds of rules, diagnosis, what is recorded.",
+    help="A YAML or TOML file with a GuardConfig: thresholds, diagnosis, what to record.",
 )
 @click.option(
     "--fail-on",
     type=click.Choice(["warning", "error", "critical"]),
-    help="Exit with 1 after an incident this severe or worse, and when nothing was guarded, if the script ended well.",
+    help="Exit with 1 although the script succeeded, if an incident was this severe or worse, or nothing was guarded.",
 )
 @click.argument("target", metavar="SCRIPT|MODULE|COMMAND")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")

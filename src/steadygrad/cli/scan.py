@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
-@click.option("--diff", "as_diff", is_flag=True, help="What changed from the first of two checkpoints to the second.")
+@click.option("--diff", "as_diff", is_flag=True, help="Show what changed between two checkpoints.")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor, not only the noteworthy ones.")
-@click.option("--trust", is_flag=True, help="Run what a pickle asks for: only for files whose origin you know.")
+@click.option("--trust", is_flag=True, help="Run the code in a pickle: only for files that you trust.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 @click.pass_context
 def scan(

@@ -26,10 +26,10 @@ from steadygrad.state.shards import take_local
 MAX_NEIGHBOURS = 6
 """Ops before and after the culprit that an explanation can use."""
 
-OUTSIDE_OF_STEP = "a tensor made outside of the step"
+OUTSIDE_OF_STEP = "a tensor made outside the step"
 """Name of a tensor that is neither of the batch nor of the model."""
 Owner = tuple[str, str, Tensor]
-"""What a tensor from outside of the step is: 'input' or 'parameter', its name, the tensor."""
+"""What a tensor from outside the step is: 'input' or 'parameter', its name, the tensor."""
 
 
 @dataclass(slots=True)

@@ -217,7 +217,7 @@ class Diagnosis:
         return builder.build(), closeup.views.get(origin.event.number)
 
     def _find_owner(self, builder: CauseBuilder) -> Owner | None:
-        """Return what a tensor from outside of the step is; None if it is neither of the batch nor of the model."""
+        """Return what a tensor from outside the step is; None if it is neither of the batch nor of the model."""
         # Where no line of the program uses the tensor, the line that called the model is shown, with its words.
         inputs = dict(self._step.spell_inputs(at_call=builder.place.code is None))
         return name_owners(self._trace, inputs, self._step.model).get(builder.find_given_key() or 0)

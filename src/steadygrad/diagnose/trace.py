@@ -24,7 +24,7 @@ TO_HOST = ("aten._local_scalar_dense", "aten.item")
 FRESH = "aten.lift_fresh"
 """What `torch.tensor(...)` calls with the numbers that the program wrote down."""
 GIVEN = "given"
-"""The name of an event that stands for a tensor from outside of the step."""
+"""The name of an event that stands for a tensor from outside the step."""
 
 
 @dataclass(frozen=True, slots=True)
