@@ -75,7 +75,7 @@ class Partitions(torch.optim.Optimizer):
         )
 
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        """Make the engine's own step."""
+        """Run the engine's own step."""
         # Before the step: one that raises halfway must not be taken for a skip, and discarded.
         self.num_steps += 1
         self._step()

@@ -117,8 +117,8 @@ def advise(machine: Machine) -> list[str]:
     if _has_gpu(machine):
         names = ", ".join(next(d for d in machine.devices if d.name != "cpu").fused_optimizers)
         sentences.append(
-            f"On CUDA make the optimizer with fused=True ({names}): a guarded step then never waits for the device. "
-            "Every other optimizer costs one host read a step."
+            f"On CUDA create the optimizer with fused=True ({names}): a guarded step then never waits for the device. "
+            "Every other optimizer costs one host read per step."
         )
         if machine.triton_is_usable:
             sentences.append(f"Triton {machine.triton} measures the gradients on CUDA.")

@@ -85,7 +85,7 @@ def run(
 
 def _name_folder(target: str) -> Path | None:
     """Return a name such as runs/train-20260131-101500; without --run-dir only the first of several ranks writes."""
-    # Each rank would otherwise read its own clock and make a folder of its own
+    # Each rank would otherwise read its own clock and make its own folder
     if int(os.environ.get("RANK", "0")) > 0:
         return None
     name = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]

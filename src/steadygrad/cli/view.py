@@ -30,7 +30,7 @@ def view(runs_dir: Path, host: str, port: int) -> None:
     """Serve a page that lists the runs in RUNS_DIR and follows them live.
 
     RUNS_DIR is `runs` unless given. The page listens on this machine only, shows and never writes, and reads nothing
-    outside of the folder. Press Ctrl-C to stop.
+    outside the folder. Press Ctrl-C to stop.
 
     \b
     Example:

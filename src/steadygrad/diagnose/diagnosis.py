@@ -146,7 +146,7 @@ class Diagnosis:
         def is_own(origin: Origin) -> bool:
             event = origin.event
             is_known = self._find_owner(CauseBuilder(self._trace, blame, origin, self._modules)) is not None
-            # Backends may fill what they received from a tensor of their own, which then seems to be given.
+            # Backends may fill what they received from their own tensor, which then seems to be given.
             return not event.is_collective and (is_known or event.constant or not event.is_given)
 
         return blame.find_origin(hurts, is_own) or blame.find_origin(self._find_sent(blame), is_own)

@@ -342,7 +342,7 @@ def _norms(reading: Reading) -> dict[str, float]:
 def _scale_of(scaler: torch.amp.GradScaler | None) -> Tensor | None:
     if scaler is None or not scaler.is_enabled():
         return None
-    return scaler._get_scale_async()  # get_scale() would be a host read of its own
+    return scaler._get_scale_async()  # get_scale() would add a host read
 
 
 def _summary_line(stats: GradientHealth, step: int) -> str:

@@ -1,6 +1,6 @@
 """Model and optimizers -> the named parameters that a step can change, or an error that says why it cannot work.
 
-Looked at once, when a Guard is made. Engines that own backward and step themselves are refused by name.
+Looked at once, when a Guard is created. Engines that own backward and step themselves are refused by name.
 """
 
 from __future__ import annotations

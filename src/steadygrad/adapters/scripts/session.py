@@ -104,7 +104,7 @@ class Session:
         return code
 
     def _end(self) -> None:
-        """Close every record, then report the totals when not every optimizer had a line of its own."""
+        """Close every record, then report the totals when not every optimizer had its own line."""
         if os.getpid() == self._process:
             self.close()
             self._report_unseen()
