@@ -68,8 +68,8 @@ def bench(
 ) -> None:
     """List and run the benchmarks of a source checkout.
 
-    Each prints its own table; the last one says what became of them. Without --quick their results go to
-    benchmarks/results. Exit code 0: all did their job; 2: one of them did not.
+    Each prints its own table, and a last table shows which succeeded. Without --quick, results go to
+    benchmarks/results. Exit code 0: all succeeded; 2: at least one failed.
 
     \b
     Example:

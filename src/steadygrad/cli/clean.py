@@ -23,9 +23,8 @@ from steadygrad.words import make_printable, spell_count, spell_number
 def clean(context: click.Context, source: Path, target: Path, value: float, force: bool, as_json: bool) -> None:
     """Write a copy of SOURCE to TARGET in which every NaN and Inf is replaced.
 
-    SOURCE stays as it is; every byte of the copy that was not bad is the same. A model repaired so has lost what those
-    weights knew: a checkpoint from before the damage is better where there is one. Exit code 0: the copy is written; 2:
-    it is not.
+    SOURCE is not changed, and the copy differs only in the replaced values. Whatever the replaced weights had learned
+    is lost: prefer an earlier checkpoint if there is one. Exit code 0: the copy was written; 2: it was not.
 
     \b
     Example:

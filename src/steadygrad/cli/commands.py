@@ -105,7 +105,7 @@ def steadygrad() -> None:
 def demo(context: click.Context, run_dir: str | None, device: str | None, quick: bool) -> None:
     """Train a small model with faults injected, unguarded and guarded.
 
-    The data is made in the program. Exit code 0: the unguarded run died and the guarded one survived; 2: they did not.
+    The program generates its own data. Exit code 0: the unguarded run died and the guarded one survived; 2: otherwise.
 
     \b
     Example:
@@ -127,11 +127,11 @@ def demo(context: click.Context, run_dir: str | None, device: str | None, quick:
 def doctor(
     context: click.Context, as_json: bool, num_steps: int, script: str | None, arguments: tuple[str, ...]
 ) -> None:
-    """Say what this machine and torch offer, or what is wrong with the first steps of a training script.
+    """Report what this machine and torch support, or what is wrong with the first steps of a training script.
 
-    Without a script, half-precision matmuls are tried in processes of their own: on some virtual CPUs they kill the
-    process. With one, it runs as it is, with every check on, and ends after N steps (--steps N). Exit code 0: nothing
-    to fix; 1: something was found that should be fixed; 2: torch could not be looked at, or the script made no step.
+    Without a script, half-precision matmuls are tried in separate processes: on some virtual CPUs they kill the
+    process. A script runs unedited, with every check on, and is ended after N steps (--steps N). Exit code 0: nothing
+    to fix; 1: something should be fixed; 2: torch could not be examined, or the script took no step.
 
     \b
     Example:

@@ -52,10 +52,10 @@ def diagnose(
 ) -> None:
     """Replay the batch of an incident and name the op, the line, the module and the samples.
 
-    The entry is the function that guard.step was given, or one without arguments that builds it and returns
+    The entry is the function passed to guard.step, or a function without arguments that builds it and returns
     (function, model). Its module is imported: a training loop in it belongs under `if __name__ == "__main__":`. Weights
-    that were saved with the batch are put into the model. Exit code 0: the replayed step is healthy; 1: a cause was
-    found; 2: it could not be replayed.
+    saved with the batch are loaded into the model. Exit code 0: the replayed step is healthy; 1: a cause was found; 2:
+    it could not be replayed.
 
     \b
     Example:

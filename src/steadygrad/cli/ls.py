@@ -36,8 +36,8 @@ STYLES = {
 def ls(runs_dir: Path, sort: str, as_json: bool) -> None:
     """List the runs in RUNS_DIR: state, last step, its loss, incidents, when each last wrote something.
 
-    RUNS_DIR is `runs` unless given. Reads only the ends of the files, so a hundred runs take a moment. Exit code 0:
-    they are listed, even if there is none; 2: there is no such folder.
+    RUNS_DIR defaults to `runs`. Only the ends of the files are read, so a hundred runs take a moment. Exit code 0:
+    success, even if there are no runs; 2: there is no such folder.
 
     \b
     Example:

@@ -30,8 +30,8 @@ TAKEN = ("steadygrad", "steadygrad_recipes", "test", "torch")
 def new(context: click.Context, name: str, into: str | None) -> None:
     """Write a small training project that runs at once.
 
-    It has the command line, the record, the resume and the report of the recipes, runs under torchrun, and brings its
-    tests. Put your data, your model and your loss into it.
+    It has the command line, record, resume and report of the recipes, runs under torchrun, and includes tests. Add your
+    data, your model and your loss.
 
     \b
     Example:

@@ -47,11 +47,11 @@ def run(
     target: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run a PyTorch training script and keep bad steps from its weights.
+    """Guard a PyTorch training script without editing it.
 
-    Every optimizer that the script makes is guarded: a step whose gradients or loss are not finite is left out, and
-    reported. So is every optimizer of the processes that it starts. Options come before the script; what stands behind
-    it is the script's. So are the exit code, unless --fail-on is given, and everything on standard output.
+    Guards every optimizer that the script or its child processes create: a step with a non-finite loss or gradient is
+    skipped and reported. Options go before the script; everything after it is passed to the script. The exit code is
+    the script's, unless --fail-on is given, and standard output is untouched.
 
     \b
     Example:

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 def scan(
     context: click.Context, paths: tuple[Path, ...], as_diff: bool, show_all: bool, trust: bool, as_json: bool
 ) -> None:
-    """Say what checkpoints hold: NaN and Inf, ranges, norms, zeros, tied weights, and whether hashes agree.
+    """Show what checkpoints hold: NaN and Inf, ranges, norms, zeros, tied weights, and whether hashes agree.
 
     PATH is a .safetensors, .pt, .pth, .ckpt or .bin file, a Hugging Face folder, a distributed checkpoint or a run
-    directory; folders are searched to the bottom. Nothing in it is run (without --trust), and only a little of it is in
-    memory at a time. Objects of a program's own classes are left out and named. Exit code 0: clean (with --diff:
-    equal); 1: something was found; 2: something could not be read, or was refused.
+    directory; folders are searched recursively. No code in it is run (without --trust), and little of it is in memory
+    at a time. Objects of a program's own classes are left out and named. Exit code 0: clean (with --diff: equal); 1:
+    something was found; 2: something could not be read, or was refused.
 
     \b
     Example:

@@ -64,16 +64,16 @@ RUNS = Path("runs")
 @click.option("--resume", is_flag=True, help="Continue the search in --run-dir, or join it as another worker.")
 @click.pass_context
 def tune(context: click.Context, /, **options: Any) -> None:
-    """Choose settings by how stable training is with them.
+    """Find settings that train stably.
 
     First a range test: steps at rising learning rates, watched by the guard's rules. Then the given settings against
-    the suggested ones, in two orders of the data, and with --search a search between them. Every trial begins with the
-    same weights and random numbers, and ends in the step in which it breaks. SCRIPT:FUNCTION is a Python file and a
+    the suggested ones, in two orders of the data, and with --search a search between them. Every trial starts from the
+    same weights and random numbers, and ends at the step where it breaks. SCRIPT:FUNCTION is a Python file and a
     function in it that returns (model, optimizer, loss_fn, loader), or a steadygrad.tune.Tunable.
 
-    Several workers share a search: start the command several times with the same --run-dir and --resume, or once by
-    torchrun, where rank 0 chooses and writes. Workers on several machines need a --storage that all of them reach. Exit
-    code 0: settings were chosen, or kept; 2: nothing that was tried works, or it could not be tried.
+    Several workers share a search: start the command several times with the same --run-dir and --resume, or once with
+    torchrun, where rank 0 chooses and writes. Workers on several machines need a --storage that all of them can reach.
+    Exit code 0: settings were chosen or kept; 2: nothing that was tried works, or nothing could be tried.
 
     \b
     Example:

@@ -29,8 +29,8 @@ from steadygrad.cli.console import Console
 def view(runs_dir: Path, host: str, port: int) -> None:
     """Serve a page that lists the runs in RUNS_DIR and follows them live.
 
-    RUNS_DIR is `runs` unless given. The page listens on this machine only, shows and never writes, and reads nothing
-    outside the folder. Press Ctrl-C to stop.
+    RUNS_DIR defaults to `runs`. The page listens on this machine only, never writes, and reads nothing outside the
+    folder. Press Ctrl-C to stop.
 
     \b
     Example:

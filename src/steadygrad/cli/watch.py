@@ -13,8 +13,8 @@ import click
 def watch(run: Path, once: bool) -> None:
     """Follow a run on the full screen: loss, norm, incidents; q quits.
 
-    It shows the largest gradients too. It only reads the run directory, from any terminal, while the run continues or
-    long after. Exit code 0: it was shown; 2: there is no such run.
+    It also shows the largest gradients. It only reads the run directory, from any terminal, during the run or long
+    after. Exit code 0: success; 2: there is no such run.
 
     \b
     Example:
