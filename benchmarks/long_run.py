@@ -4,7 +4,7 @@ On CUDA GPT-2 124M eager, compiled and with CUDA graphs, and 774M compiled, bf16
 CPU an MLP and a CNN that take about a millisecond a step, and a 10M-parameter GPT, with one thread. Each way has a
 model, an optimizer and, where it is guarded, a new Guard with everything on, its first snapshot included; the ways take
 turns of a few steps. On CUDA they share a process, one for each model, and a step's time is that between two events. On
-the CPU each has a process of its own, so that one can be `steadygrad run`, and the time of a step is the CPU time of
+the CPU each has its own process, so that one can be `steadygrad run`, and the time of a step is the CPU time of
 that process: other programs on the machine change it little. `worst ten` is the slowest stretch of ten consecutive
 steps.
 

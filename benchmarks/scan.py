@@ -2,7 +2,7 @@
 
 Both look at every element of the same file; scan also gives range, norm, zeros and tied weights. Times are medians of
 rounds that take turns, with the file in the page cache ("warm") and after asking the system to drop it ("cold"). Memory
-is the peak of a process of its own, above what one needs that scans a tiny file.
+is the peak of a separate process, above that of one that scans a tiny file.
 
     python benchmarks/scan.py [--gib 2] [--rounds 5] [--folder DIR] [--quick]
 """

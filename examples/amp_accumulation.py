@@ -1,4 +1,4 @@
-"""Mixed precision and gradient accumulation: four microbatches a step, one of them bad.
+"""Mixed precision and gradient accumulation: four microbatches per step, one of them bad.
 
 On a GPU the loss is scaled for float16; on a CPU autocast uses bfloat16 and needs no scaler.
 
@@ -17,7 +17,7 @@ dtype = torch.float16 if device == "cuda" else torch.bfloat16
 scaler = torch.amp.GradScaler(device) if device == "cuda" else None
 
 model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)).to(device)
-model(torch.zeros(2, 1, 12, 12, device=device))  # gives the lazy layer its size
+model(torch.zeros(2, 1, 12, 12, device=device))  # sets the size of the lazy layer
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
 

@@ -21,7 +21,7 @@ config = LlamaConfig(
 texts = [torch.randint(1, 64, (16,)) for _ in range(64)]
 rows = [{"input_ids": ids, "labels": ids.clone()} for ids in texts]
 for row in rows[:4]:
-    row["labels"][:] = -100  # as an overlong prompt does that leaves no room for the answer
+    row["labels"][:] = -100  # as if an overlong prompt left no room for the answer
 
 
 class InOrder(Trainer):

@@ -1,4 +1,4 @@
-"""A plain loop with a guard. One batch is empty, and the model divides by its length: that step is skipped and named.
+"""A plain loop with a guard. One row of a batch is zero, and the step divides by its norm: the guard skips the step.
 
 python examples/plain_loop.py
 """
@@ -26,6 +26,6 @@ with Guard(model, optimizer, run_dir="runs/plain_loop") as guard:
             x[5] = 0.0
         guard.step(training_step, x, y)
 
-print(guard.incidents[0].cause)
+print(guard.incidents[-1].cause)
 print(f"{guard.stats()['num_skipped']} of 200 steps skipped; healthy: {guard.health()['overall_healthy']}")
 print("Next: steadygrad report runs/plain_loop")

@@ -1,7 +1,7 @@
 """PPO on a pole to balance. The value loss rises while the policy improves, and the guard leaves that alone.
 
-The program keeps its own clip between `guard.backward` and `guard.step`. One rollout has a reward of NaN, as a broken
-simulator gives; the updates on it are skipped, and training goes on.
+The program keeps its own clip between `guard.backward` and `guard.step`. One rollout has a reward of NaN, as from a
+broken simulator; the updates on it are skipped, and training continues.
 
     python examples/ppo.py
 """

@@ -36,6 +36,18 @@ def find_blocks(text: str) -> list[str]:
     return ["\n" * text.count("\n", 0, match.start(2)) + textwrap.dedent(match[2]) for match in found]
 
 
+def run_blocks(page: Path) -> int:
+    """Run the Python blocks of a page, check what each prints, and return how many there are."""
+    namespace: dict[str, object] = {"__name__": "docs"}
+    blocks = find_blocks(page.read_text(encoding="utf-8"))
+    for block in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, str(page), "exec"), namespace)
+        assert printed.getvalue().splitlines() == re.findall(r"#> (.*)$", block, re.MULTILINE)
+    return len(blocks)
+
+
 @pytest.fixture
 def _same_log_level() -> Iterator[None]:
     """A page may show how to quiet the log; the next test must hear it again."""
@@ -55,14 +67,18 @@ def test_every_python_block_runs_and_prints_what_it_says(
         pytest.skip(f"{library} is not installed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("STEADYGRAD", raising=False)
-    namespace: dict[str, object] = {"__name__": "docs"}
-    blocks = find_blocks(page.read_text(encoding="utf-8"))
-    assert blocks or page.relative_to(ROOT).as_posix().startswith(WITHOUT_CODE)
-    for block in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(block, str(page), "exec"), namespace)
-        assert printed.getvalue().splitlines() == re.findall(r"#> (.*)$", block, re.MULTILINE)
+    num_blocks = run_blocks(page)
+    assert num_blocks or page.relative_to(ROOT).as_posix().startswith(WITHOUT_CODE)
+
+
+def test_the_first_two_pages_run_again_in_the_folder_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader types README's program, then that of the start page, then README's again: `runs/first` holds a run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("STEADYGRAD", raising=False)
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "README.md"):
+        run_blocks(page)
 
 
 @pages

@@ -46,6 +46,13 @@ HABITS = {
     r"\bwhoever\b|\bwhomever\b|\bthereof\b|\bhitherto\b|\blest\b": "name who is meant",
     r"\bcan not\b": "cannot",
     r"\bthe same as always\b|\bas ever\b": "as before",
+    r"\boutside of\b": "outside",
+    r"\blet through\b": "re-raised, accepted",
+    r"\bfalls and falls\b": "keeps falling",
+    r"\bcannot be promised\b": "is not guaranteed",
+    r"\b(?:a|an) [\w-]+ of (?:its|their|your|our) own(?=[.,;:)]|$)": "its own ...",
+    r"\b(?:guard|optimizer|scheduler|monitor|layers?) (?:is|are|was|were) made\b": "created",
+    r"\bmake the (?:guard|optimizer|model|monitor|layer)s? (?:with|after|before|from)\b": "create",
     r"\b(?!that|had)([a-z]{2,}) \1\b": "a word twice",
 }
 """Pattern -> what to write."""
@@ -108,6 +115,11 @@ def test_messages_and_docstrings_are_plain_english() -> None:
         "once somebody\nasks",
         "hardly meant",
         "cut short or spoilt",
+        "code outside of any module",
+        "the error is let through",
+        "a process of its own.",
+        "before the optimizer is made",
+        "Make the optimizer with fused=True",
         "the the step",
     ],
 )

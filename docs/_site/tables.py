@@ -52,12 +52,12 @@ FAMILIES = {
 }
 """Module of the rule -> title; others stand under their own name."""
 OUTSIDE_RULES = {
-    "added_gradients": "Gradients of another backward were there already, and are a part of this step.",
+    "added_gradients": "Gradients from another backward were already there and are part of this step.",
     "asked_for": "You asked for an action, such as a rollback.",
     "checkpoint_failed": "A checkpoint could not be written or verified; the newest good one is kept.",
-    "dropped_gradients": "Gradients of another backward were there, and were dropped.",
+    "dropped_gradients": "Gradients from another backward were there and were dropped.",
     "exception": "The program raised an exception in a step.",
-    "exploded_start": "The loss rose to a multiple of its first value and of a guess's, in the first steps.",
+    "exploded_start": "In the first steps, the loss rose to a multiple of its first value and of the loss of a guess.",
     "infinite_state": "State that holds infinities on purpose was saved.",
     "instability_forecast": "The learnt forecast expects the run to become unstable.",
     "new_run": "The run directory held another run, whose record was moved aside.",

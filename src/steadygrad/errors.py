@@ -83,7 +83,7 @@ class DamagedCheckpoint(CheckpointError):
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(
-            f"{folder} cannot be used: {reason}. Use the checkpoint before it; resume() does so by itself."
+            f"{folder} cannot be used: {reason}. Use the checkpoint before it; resume() does so automatically."
         )
         self.folder, self.reason = folder, reason
 
@@ -117,7 +117,7 @@ class UnsafePickleError(CheckpointError):
     def __init__(self, path: Path, wanted: Sequence[str]) -> None:
         names = ", ".join(wanted) if wanted else "something that could not be read"
         super().__init__(
-            f"{path} was refused: reading it would run {names}. Nothing was run. Ask for weights as safetensors; where "
+            f"{path} was refused: reading it would run {names}. Nothing was run. Ask for weights as safetensors; if "
             "you know who wrote the file, load it with trust=True, or scan it with --trust."
         )
         self.wanted = list(wanted)

@@ -267,7 +267,7 @@ def train_with_oddity(kind: str, name: str) -> dict[str, Any]:
 # replay, which meet shards, are on shards.
 ODDITIES = {
     "draws_from_an_iterator": ("ddp", "cannot be run again"),
-    "keeps_what_it_saw": ("ddp", "keeps state of its own"),
+    "keeps_what_it_saw": ("ddp", "keeps its own state"),
     "raises_in_a_replay": ("fsdp", "not again"),
     "holds_what_cannot_be_read": ("ddp", "the test failed with RuntimeError('sealed')"),
     "overwrites_its_batch": ("ddp", "changed in place"),

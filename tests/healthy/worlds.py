@@ -1,4 +1,4 @@
-"""Small worlds for reinforcement learning. They live outside of the step function: a step more changes them."""
+"""Small worlds for reinforcement learning. They live outside the step function: a step more changes them."""
 
 from __future__ import annotations
 

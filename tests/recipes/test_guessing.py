@@ -79,7 +79,7 @@ def test_a_trainer_that_learned_nothing_says_so_once(tmp_path: Path) -> None:
     assert kinds(tmp_path)[GUESSING] == 1
     verdict = judge_run(open_run(tmp_path).read_all())
     assert verdict.word == "Unwell"
-    assert "and a guess without looking at the input gets" in verdict.text
+    assert "and a guess that ignores the input gets" in verdict.text
     assert not [line for line in lines if "guess" in line]  # the guard has printed it
 
 

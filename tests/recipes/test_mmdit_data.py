@@ -94,7 +94,7 @@ def test_bad_rows_end_the_program_and_each_is_named(tmp_path: Path) -> None:
     assert message.startswith(f"4 of 10 rows in {tmp_path} cannot be learned from: ")
     for told in (
         "a.safetensors row 3: no word",
-        "row 5: a token outside of the vocabulary",
+        "row 5: a token outside the vocabulary",
         "row 1: a latent that is NaN",
     ):
         assert told in message

@@ -116,7 +116,7 @@ def test_a_folder_of_pages_is_read_with_its_scores_and_what_is_missing_is_told(t
     reasons = dict(line.split(": ", 1) for line in read.left_out)
     assert reasons["scores.csv:4"] == "overall is 'x', not a number"
     assert reasons["scores.csv:5"] == "file gone.html cannot be read: No such file or directory"
-    assert reasons["scores.csv:6"].startswith("file ../outside.html lies outside of")
+    assert reasons["scores.csv:6"].startswith("file ../outside.html lies outside ")
     assert reasons["scores.csv:7"] == "has no score: no column that begins with score_, no scores object"
     assert reasons["scores.csv:8"] == "overall is nan"
     assert reasons["forgotten.html"] == "has no row in scores.csv"

@@ -111,9 +111,9 @@ def test_words_become_values(words: list[str], values: dict[str, object]) -> Non
         (["--rate", "nan"], "^--inner.rate must be a number, got 'nan'"),
         (["--rate", "-inf"], "^--inner.rate must be a number, got '-inf'"),
         (["--size"], "--size.* requires an argument"),
-        (["--size", "--path", "x"], "^--size stands without a value. Write --size VALUE."),
-        (["--path", "--is-on"], "^--path stands without a value. Write --path VALUE."),
-        (["--run-dir", "--is-on"], "^--run-dir stands without a value. Write --run-dir VALUE."),
+        (["--size", "--path", "x"], "^--size has no value. Write --size VALUE."),
+        (["--path", "--is-on"], "^--path has no value. Write --path VALUE."),
+        (["--run-dir", "--is-on"], "^--run-dir has no value. Write --run-dir VALUE."),
         (["stray"], "unexpected extra argument.*stray"),
     ],
 )
@@ -398,7 +398,7 @@ def test_a_second_training_in_a_run_directory_is_refused_and_changes_nothing(
 def test_a_run_of_another_recipe_is_told(finished: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "cod", *words, "--run-dir", str(finished)]) == 2
 
-    assert f"{finished} holds a run of seo, not of cod. Give another --run-dir." in capsys.readouterr().err
+    assert f"{finished} holds a run of seo, not of cod. Use another --run-dir." in capsys.readouterr().err
 
 
 def test_a_training_that_cannot_begin_leaves_no_run_behind(

@@ -461,7 +461,7 @@ def test_wrong_input_is_told_with_where_and_what_to_do(
         assert "secret" not in told
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["tune", f"{script}:make"]) == 2
-    assert "Give them one by --run-dir" in capsys.readouterr().err
+    assert "Name it with --run-dir" in capsys.readouterr().err
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     assert main(["tune", f"{script}:make", "--search", "lr", "--run-dir", "y"]) == 2
     assert "Give a --storage that all reach" in capsys.readouterr().err

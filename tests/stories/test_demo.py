@@ -105,7 +105,7 @@ def test_unguarded_dies_guarded_survives_and_the_line_is_named(capsys: pytest.Ca
     assert f"{folder / 'model.py'}:{line}" in output
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Lost." in page
-    assert "no guard was there to find the cause" in page
+    assert "there was no guard to find the cause" in page
     assert "Survived." in page
 
 

@@ -68,7 +68,7 @@ def test_the_first_line_says_what_is_guarded_and_the_last_one_what_came_of_it(tm
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("import torch", "the script made no torch.optim.Optimizer"),
+        ("import torch", "the script created no torch.optim.Optimizer"),
         ("import torch\ntorch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)", "no optimizer took a step"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_script_that_leaves_by_os_exit_has_every_step_on_disk_and_its_last_lin
 
 def test_os_exit_hides_neither_that_nothing_was_guarded_nor_the_exit_code_that_was_asked_for(tmp_path: Path) -> None:
     nothing = run(tmp_path / "nothing", "import os, torch\nos._exit(0)\n")
-    assert "NOTHING WAS GUARDED: the script made no torch.optim.Optimizer" in nothing.err
+    assert "NOTHING WAS GUARDED: the script created no torch.optim.Optimizer" in nothing.err
 
     assert run(tmp_path / "bad", BAD + "import os\nos._exit(0)\n", "--fail-on", "error").code == 1
 

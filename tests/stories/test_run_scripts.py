@@ -444,7 +444,7 @@ def test_a_script_that_makes_no_optimizer_is_told_that_nothing_was_guarded(tmp_p
     script = write(tmp_path / "idle.py", "import torch\nprint(torch.ones(2).sum().item())\n")
     done = run_python("-m", "steadygrad", "run", script, folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "2.0\n")
-    assert done.stderr == "steadygrad: NOTHING WAS GUARDED: the script made no torch.optim.Optimizer\n"
+    assert done.stderr == "steadygrad: NOTHING WAS GUARDED: the script created no torch.optim.Optimizer\n"
 
 
 def test_switched_off_the_script_runs_alone_and_by_itself_a_folder_is_named(tmp_path: Path) -> None:

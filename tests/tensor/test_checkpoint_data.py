@@ -225,7 +225,7 @@ def test_where_the_order_cannot_be_promised_the_user_is_told(make: Maker) -> Non
     expected = take(whole, 5)
     take(first, 3)
     second.load_state_dict(first.state_dict(), capture_random(()))
-    with pytest.warns(UserWarning, match="order of its data cannot be promised"):
+    with pytest.warns(UserWarning, match="order of its data is not guaranteed"):
         rest = take(second, 2)
     assert str(rest) == str(expected[3:])
 

@@ -362,7 +362,7 @@ def test_a_learning_rate_that_is_given_anew_wins_and_all_else_is_exact(tmp_path:
     assert finding.severity is Severity.WARNING
     assert "lr 0.0008 -> 0.0002" in finding.message
     told = (tmp_path / "incidents.jsonl").read_text()
-    assert "as it is given now" in told
+    assert "as set now" in told
     second.train()  # the schedule goes on, only lower
     whole = Program(None, seed=1, lr=0.02)
     whole.train()

@@ -122,7 +122,7 @@ def test_a_tensor_that_no_name_reaches_is_told_as_one_made_outside() -> None:
 
     cause = find(lambda: MODEL(make()).mean())
 
-    assert cause.headline == "NaN loss, already in a tensor made outside of the step"
+    assert cause.headline == "NaN loss, already in a tensor made outside the step"
     assert cause.fixes == ("replace its NaN with torch.nan_to_num",)
 
 

@@ -293,7 +293,7 @@ def test_wrong_use_is_told_with_what_to_do() -> None:
     guard, fn, batches = quadratic()
     for arguments, words in (
         ({"loader": iter(batches)}, "drawn only once.*Give the loader itself"),
-        ({"loader": []}, "no batch.*Give one with data"),
+        ({"loader": []}, "no batch.*Pass one with data"),
         ({"start": 1.0, "end": 0.1}, "start=1 and end=0.1.*Give 0 < start < end"),
         ({"steps": 3}, "steps=3.*Give at least 10"),
         ({"steps": 12}, "multiply the rate by .* Give at least 28 steps"),

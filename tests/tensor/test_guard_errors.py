@@ -73,7 +73,7 @@ def test_a_model_whose_move_replaced_its_parameters_is_refused() -> None:
     model.to("meta")  # as between any two devices that cannot share a tensor: the module gets new Parameters
     with pytest.raises(UsageError) as caught:
         Guard(model, optimizer)
-    assert_told(caught.value, "SGD shares no parameter", "moved to another device afterwards")
+    assert_told(caught.value, "SGD shares no parameter", "moved to another device later")
 
 
 def test_a_move_that_keeps_the_parameters_is_fine() -> None:
@@ -262,7 +262,7 @@ def test_a_loss_that_backward_has_run_through_is_refused_and_the_next_step_is_wh
 def test_arguments_beside_a_loss_are_refused() -> None:
     model, _, guard = make_guard()
     batch = make_batches(1)[0]
-    with pytest.raises(UsageError, match="arguments were given beside a loss"):
+    with pytest.raises(UsageError, match="arguments were passed with a loss"):
         guard.step(loss_of(model)(batch), batch)
 
 
@@ -394,13 +394,13 @@ def test_a_closed_guard_still_answers_and_can_be_closed_again() -> None:
 
 def test_a_state_of_an_unknown_version_is_refused() -> None:
     _, _, guard = make_guard()
-    with pytest.raises(UsageError, match=r"this version knows: version 99"):
+    with pytest.raises(UsageError, match=r"does not know this Guard state: version 99"):
         guard.load_state_dict({**guard.state_dict(), "version": 99})
 
 
 def test_what_is_no_state_or_no_number_is_refused_by_name() -> None:
     _, _, guard = make_guard()
-    with pytest.raises(UsageError, match=r"this version knows: int"):
+    with pytest.raises(UsageError, match=r"does not know this Guard state: int"):
         guard.load_state_dict(3)  # type: ignore[arg-type]
     for loss in ("x", None, torch.zeros(2)):
         with pytest.raises(UsageError, match=r"guard.validate\(loss\) was given"):

@@ -354,7 +354,7 @@ def test_a_function_that_keeps_state_is_left_alone_and_its_state_too() -> None:
     assert len(queue) == STEPS
     (finding,) = loop.find("loss_explosion")
     assert (finding.severity, finding.evidence["proof"]) == (Severity.INFO, Answer.UNKNOWN)
-    assert "keeps state of its own" in finding.message
+    assert "keeps its own state" in finding.message
 
 
 def test_a_policy_that_draws_its_own_data_proves_nothing() -> None:
@@ -519,7 +519,7 @@ def test_an_op_that_is_not_deterministic_proves_nothing() -> None:
         loop.guard.step(fn, *loop.make_batch(number))
 
     for finding in train(Loop(), step).find("loss_explosion"):
-        assert finding.evidence["proof"] != Answer.DAMAGED or "another loss each time" in finding.message
+        assert finding.evidence["proof"] != Answer.DAMAGED or "a different loss each time" in finding.message
 
 
 def test_a_replay_prints_and_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -387,7 +387,7 @@ def test_there_is_nothing_to_resume_in_a_new_directory_and_a_wrong_path_is_told(
 def test_a_checkpoint_of_a_stage_that_is_no_longer_there_is_told(tmp_path: Path) -> None:
     make_trainer(stages=STAGES, run_dir=tmp_path).train(make_loaders()[0])
     fewer = make_trainer(stages=STAGES[1:], run_dir=tmp_path)
-    with pytest.raises(CheckpointError, match=r"saved in stage 2, and this training has 1\. Resume with the stages"):
+    with pytest.raises(CheckpointError, match=r"saved in stage 2, and this training has 1\. Resume with the same"):
         fewer.resume()
 
 

@@ -413,7 +413,7 @@ def test_a_run_directory_that_cannot_be_made_is_told_in_our_words(below: str, tm
     message = str(caught.value)
     assert message.startswith("run_dir cannot be used")
     assert str(tmp_path / below) in message
-    assert "Give a new folder" in message
+    assert "Use a new folder" in message
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
 
 

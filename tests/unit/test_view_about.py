@@ -68,8 +68,8 @@ def test_of_very_many_parameters_the_first_are_named_and_the_rest_counted(
     [
         ({"config": {"seed": 1}}, "Configuration seed 1"),
         ({"started": "2025-01-01"}, "Started 2025-01-01"),
-        ({"config": {}, "parameters": [], "machine": None, "more": 1}, "run.json says nothing about the run."),
-        ({"config": "odd", "parameters": "odd"}, "run.json says nothing about the run."),
+        ({"config": {}, "parameters": [], "machine": None, "more": 1}, "run.json does not describe the run."),
+        ({"config": "odd", "parameters": "odd"}, "run.json does not describe the run."),
     ],
 )
 def test_what_run_json_does_not_tell_has_no_place(tmp_path: Path, about: dict[str, Any], shown: str) -> None:

@@ -40,7 +40,7 @@ def test_a_run_that_tells_none_has_an_empty_chart_which_the_page_hides(tmp_path:
     run = write_run(tmp_path, {}, {})
     assert describe_charts(run)["extra"] == {}
     assert render_run(run, "run0").count('data-chart="extra"') == 1
-    with pytest.raises(UsageError, match="holds no number of the program's own"):
+    with pytest.raises(UsageError, match="holds no number that the program logged"):
         plot_run(tmp_path, ["extra"], tmp_path / "x.svg")
 
 

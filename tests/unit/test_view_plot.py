@@ -84,7 +84,7 @@ def test_a_name_with_dollars_is_no_mathematics(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "target", "message"),
     [
-        (["loss", "moon"], "x.png", "nothing to plot called moon"),
+        (["loss", "moon"], "x.png", "no plot called moon"),
         (["loss"], "x.bmp", r"\.png, \.svg, \.pdf"),
         (["ratios"], "x.png", "holds no update ratios"),
         ([], "x.png", "Use: loss,validation,metrics,norm"),

@@ -120,7 +120,7 @@ def refuse_dropping(runner: str) -> None:
     """Raise: a microbatch can be dropped only by the code that runs its backward."""
     raise ConfigError(
         f"GuardConfig.drop_bad_microbatches is True, but {runner} runs backward here, so one microbatch cannot be "
-        "taken out of the sum. Leave it False: the whole step is skipped then."
+        "taken out of the sum. Leave it False: then the whole step is skipped."
     )
 
 

@@ -211,7 +211,7 @@ class BufferKeeper:
     def find_spoilt(self) -> dict[str, int]:
         """Return the buffers that were finite before this forward and no longer are, with their number of bad elements.
 
-        A loop that hides a NaN from its loss (`nan_to_num`, a skip of its own) still runs it through BatchNorm. Only
+        A loop that hides a NaN from its loss (`nan_to_num`, its own skip) still runs it through BatchNorm. Only
         buffers in host memory are checked: on a device this would cost a second host read per step, and the periodic
         scan finds them there.
         """

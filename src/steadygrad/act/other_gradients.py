@@ -76,7 +76,7 @@ def _describe_added(step: int) -> Finding:
         kind="added_gradients",
         severity=Severity.INFO,
         step=step,
-        message="gradients of another backward were there already, and are a part of this step",
+        message="gradients of another backward were already there, and are part of this step",
     )
 
 

@@ -82,7 +82,7 @@ class _Knob:
         if own and len(own) != len(groups):
             raise UsageError(
                 f"the saved state has the {self.key} of {len(own)} parameter groups, the optimizers have "
-                f"{len(groups)}. Make the optimizers with the groups that they were saved with, and load them first."
+                f"{len(groups)}. Create the optimizers with the groups that they were saved with, and load them first."
             )
         self.factor = float(state["factor"])
         for group, rate in zip(groups, own):

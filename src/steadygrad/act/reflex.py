@@ -48,7 +48,7 @@ class Reflex:
         if slow and any(p.is_cuda for o in self._optimizers for g in o.param_groups for p in g["params"]):
             warnings.warn(
                 f"{', '.join(slow)} runs without fused=True, so each step waits once for the device. "
-                "Make the optimizer with fused=True and the wait is gone.",
+                "Create the optimizer with fused=True to avoid the wait.",
                 stacklevel=4,
             )
 

@@ -59,7 +59,7 @@ class Restorer:
         """
         pairs = [(parameter, self._hosts[slot.index]) for parameter, slot in self._state.parameters]
         resized = {id(parameter): parameter for parameter, host in pairs if take_local(parameter).shape != host.shape}
-        problems = [f"a parameter of shape {tuple(p.shape)} had another shape then" for p in resized.values()]
+        problems = [f"a parameter of shape {tuple(p.shape)} had a different shape then" for p in resized.values()]
         for name, saved in self._state.extras.items():
             problems += self._put_extra(name, extras[name], saved)
         for optimizer, kept in zip(optimizers, self._state.optimizers):

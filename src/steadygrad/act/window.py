@@ -15,7 +15,7 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """Whether what comes now is left out."""
+        """Whether the next batch or step is skipped."""
         return self._enabled and self.num_left > 0
 
     def open(self, num: int) -> None:

@@ -75,7 +75,7 @@ class Partitions(torch.optim.Optimizer):
         )
 
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        """Make the engine's own step."""
+        """Run the engine's own step."""
         # Before the step: one that raises halfway must not be taken for a skip, and discarded.
         self.num_steps += 1
         self._step()
@@ -249,7 +249,7 @@ def _refuse(engine: Any) -> None:
     found = next((why for why, is_there in obstacles.items() if is_there), None)
     known = isinstance(zero, torch.optim.Optimizer) or type(zero).__name__ in (STAGES_1_AND_2, STAGE_3)
     if found is None and not known:
-        found = f"has a {type(zero).__name__}, which keeps gradients of its own"
+        found = f"has a {type(zero).__name__}, which keeps its own gradients"
     if found is not None:
         raise UnsupportedError(
             f"this DeepSpeed engine {found}, so its steps cannot be guarded. Use ZeRO stage 1, 2 or 3 with the "

@@ -60,7 +60,7 @@ class EnhancedTrainingMixin:
             if not any(module.children()) and not any(module.parameters()):
                 raise UsageError(
                     f"{type(self).__name__} has no layers yet, so there are no activations to monitor. Call "
-                    "setup_gradient_monitoring after the layers are made, at the end of __init__."
+                    "setup_gradient_monitoring after the layers are created, at the end of __init__."
                 )
             self.activation_monitor = ActivationMonitor(module, training_only=True)
             self.activation_monitor.register_hooks()

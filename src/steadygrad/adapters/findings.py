@@ -36,7 +36,7 @@ def describe_error(error: BaseException, guard: Guard) -> Finding:
         severity=Severity.ERROR,
         step=guard.num_steps,
         message=f"the training step raised {type(error).__name__}: {error}",
-        advice="It was let through: see its traceback.",
+        advice="It was re-raised: see its traceback.",
         evidence={"type": type(error).__name__},
     )
 
@@ -49,7 +49,7 @@ def describe_replaced_error(error: BaseException, *, step: int, count: int) -> F
         step=step,
         message=f"computing the loss raised {type(error).__name__}: {error}; a small loss without gradient took its "
         f"place ({count} so far)",
-        advice="Look at this batch. An exception that comes again at once is let through.",
+        advice="Look at this batch. If it keeps happening, the exception is re-raised.",
         evidence={"type": type(error).__name__, "num_errors": count},
     )
 

@@ -4,7 +4,7 @@ Where every label is masked, or the loss is None, NaN, Inf or 0, a small loss re
 parameters, with a gradient of zero, so that backward runs and other microbatches of the step still count. Each one is
 counted, logged and, if a GuardCallback watches the same trainer, recorded. So is an exception, if losses were computed
 before it and none failed just before: a bug that fails every time, a lack of memory, and an exception on one of several
-ranks are let through. Costs one host read per microbatch, and another one if the labels are on the device.
+ranks are re-raised. Costs one host read per microbatch, and another one if the labels are on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("steadygrad")
 SMALL_LOSS = 1e-6
 """Replaces a loss of zero or one that cannot be used."""
 MAX_ERRORS_IN_A_ROW = 2
-"""Exceptions one after the other that are replaced; the next one is let through."""
+"""Consecutive exceptions that are replaced; the next one is re-raised."""
 IGNORE_INDEX = -100
 """The label that torch's losses ignore by default and transformers' collators write."""
 ADVICE = {
@@ -61,7 +61,7 @@ class SafeLoss:
             self.num_errors += 1
             self._num_errors_in_a_row += 1
             if return_outputs or not self._may_replace(error):
-                logger.error("compute_loss raised %r at step %d; it is let through.", error, self._step)
+                logger.error("compute_loss raised %r at step %d; it is re-raised.", error, self._step)
                 if self.guard is not None:
                     self.guard.note(describe_error(error, self.guard))
                 raise

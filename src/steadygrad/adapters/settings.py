@@ -27,6 +27,6 @@ def adopt_settings(config: GuardConfig | None, theirs: ClipStrategy | None) -> G
     elif theirs is not None and config.clip == GuardConfig().clip:
         config = dataclasses.replace(config, clip=theirs)
     elif theirs is not None and config.clip != theirs:
-        logger.info("GuardConfig.clip %r takes the place of the trainer's %r.", config.clip, theirs)
+        logger.info("GuardConfig.clip %r replaces the trainer's %r.", config.clip, theirs)
     no_signals = dataclasses.replace(config.checkpoint, signals=False)
     return dataclasses.replace(config, scheduler_interval=Interval.STEP, checkpoint=no_signals)

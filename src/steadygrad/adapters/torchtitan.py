@@ -39,7 +39,7 @@ def guard_trainer(
             )
     if len(trainer.model_parts) != 1:
         raise UnsupportedError(
-            f"torchtitan trains {len(trainer.model_parts)} pipeline stages here, each with other parameters. Guard a "
+            f"torchtitan trains {len(trainer.model_parts)} pipeline stages here, each with its own parameters. Guard a "
             "run without pipeline parallelism."
         )
     # torchtitan has clipped already when its optimizers step: a second clip would work on the first one's result.

@@ -242,7 +242,7 @@ def _find_trainer() -> tuple[Any, str | None]:
             return owner, str(checkpoint) if isinstance(checkpoint, str | Path) else None
         frame = frame.f_back
     raise UsageError(
-        "GuardCallback was called outside of the training loop of a transformers.Trainer. Pass it as "
+        "GuardCallback was called outside the training loop of a transformers.Trainer. Pass it as "
         "Trainer(callbacks=[GuardCallback()]) and call trainer.train()."
     )
 

@@ -22,7 +22,7 @@ def find_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def compare_weights(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
-    """Describe briefly each tensor that is missing, unexpected or of another shape."""
+    """Describe briefly each tensor that is missing, unexpected or has a different shape."""
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unexpected {name}" for name, value in saved.items() if name not in own and isinstance(value, Tensor)]
     return problems + [

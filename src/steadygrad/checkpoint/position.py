@@ -325,7 +325,7 @@ def _can_skip(loader: Any) -> bool:
 def _warn_of_order(loader: Any) -> None:
     warnings.warn(
         f"a {type(loader).__name__} of this kind is moved to its place by running through it; the order of its data "
-        "cannot be promised. Use torchdata's StatefulDataLoader, or give it state_dict() and load_state_dict().",
+        "is not guaranteed. Use torchdata's StatefulDataLoader, or give it state_dict() and load_state_dict().",
         stacklevel=2,
     )
 
@@ -337,7 +337,7 @@ def _warn_of_sampler(loader: DataLoader[Any]) -> None:
     if unknown:
         warnings.warn(
             f"{unknown[0]} was run again to the place where it was. Its order is the same if it draws its random "
-            "numbers when a pass begins, and cannot be promised if it draws them as it goes.",
+            "numbers when a pass begins, and is not guaranteed if it draws them as it goes.",
             stacklevel=2,
         )
 

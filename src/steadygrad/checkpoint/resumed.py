@@ -24,7 +24,7 @@ class Resumed:
 
     def describe(self) -> Finding:
         """Return a Finding about the resume; above info only if something differs from what was saved."""
-        differs = [f"{change} as it is given now" for change in self.changes] + self.problems
+        differs = [f"{change} as set now" for change in self.changes] + self.problems
         return Finding(
             kind="resumed",
             severity=Severity.WARNING if differs else Severity.INFO,

@@ -249,7 +249,7 @@ class RunCheckpoints:
     def store(self) -> CheckpointStore | ShardedStore:
         """The store that holds them; raises UsageError without a run directory."""
         if self._run_dir is None:
-            raise UsageError("there is no place for checkpoints: give Guard a run_dir.")
+            raise UsageError("there is nowhere to write checkpoints: give Guard a run_dir.")
         if self._store is None:
             folder = self._run_dir / FOLDER
             self._store = (

@@ -161,7 +161,7 @@ class CheckpointStore:
         # Before the writer starts: `place` ignores a step that it does not know
         self._proofs.begin(step)
         if not self.config.asynchronous or not self._start_writing(save, plain, manifest):
-            # Without a thread of its own, this save must not overtake one that is still being written
+            # Without its own thread, this save must not overtake one that is still being written
             self.wait()
             self._write(save, plain, manifest, None)
         save.stall_seconds = time.perf_counter() - save._begin

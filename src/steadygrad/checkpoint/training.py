@@ -51,7 +51,7 @@ def compare_training(
     for i, (optimizer, kept) in enumerate(zip(optimizers, state["optimizers"])):
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         if groups != kept["params"]:
-            problems.append(f"optimizer {i} has other groups of parameters: {_compare_groups(groups, kept['params'])}")
+            problems.append(f"optimizer {i} has different parameter groups: {_compare_groups(groups, kept['params'])}")
         if not _is_same_class(optimizer, kept):
             problems.append(f"optimizer {i} is a {name_class(optimizer)}, the saved one was a {kept['class']}")
     saved = {*state["extras"], *state.get(LEFT_OUT, {})}
@@ -182,7 +182,7 @@ def put_back(
     problems = compare_training(state, model, optimizers, extras)
     if problems and strict:
         raise MismatchError(
-            f"{checkpoint.info.path} does not fit this training: {'; '.join(problems)}. Make model and optimizers as "
+            f"{checkpoint.info.path} does not fit this training: {'; '.join(problems)}. Create model and optimizers as "
             "they were, or resume with strict=False to load what fits."
         )
     # Before the parameters are listed: weights that FSDP2 has gathered would receive the values instead of the shards

@@ -68,7 +68,7 @@ def _run(load: Callable[[], Any], arguments: Sequence[str] | None, name: str) ->
         _print_error(_describe_os_error(error))
         return FAILED
     except ImportError as error:
-        _print_error(f"{error}. Run: pip install steadygrad, which brings what it needs.")
+        _print_error(f"{error}. Run: pip install steadygrad, which installs what it needs.")
         return FAILED
     except Exception:
         # Our own defect. Python's exit code for it is 1, which would read as "found something".

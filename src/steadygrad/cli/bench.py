@@ -55,7 +55,7 @@ class Run:
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--list", "only_list", is_flag=True, help="Only list the benchmarks.")
 @click.option("--quick", is_flag=True, help="Small sizes, minutes in all; changes nothing in benchmarks/results.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; what the programs say goes to stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the programs' own output goes to stderr.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -68,8 +68,8 @@ def bench(
 ) -> None:
     """List and run the benchmarks of a source checkout.
 
-    Each prints its own table; the last one says what became of them. Without --quick their results go to
-    benchmarks/results. Exit code 0: all did their job; 2: one of them did not.
+    Each prints its own table, and a last table shows which succeeded. Without --quick, results go to
+    benchmarks/results. Exit code 0: all succeeded; 2: at least one failed.
 
     \b
     Example:

@@ -83,7 +83,7 @@ def _stop_after(num_steps: int) -> None:
 
 def _print_sheet(console: Console, script: str, sheet: CheckSheet) -> None:
     if not sheet.num_steps:
-        console.say(f"{script} made no optimizer step, so nothing was checked.", "red")
+        console.say(f"{script} took no optimizer step, so nothing was checked.", "red")
         return
     console.say(f"Checked the first {sheet.num_steps} steps of {script}")
     for title, passed, found in sheet.fill():

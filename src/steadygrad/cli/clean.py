@@ -16,16 +16,15 @@ from steadygrad.words import make_printable, spell_count, spell_number
 @click.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--value", type=float, default=0.0, show_default=True, help="What every NaN and Inf is replaced by.")
-@click.option("--force", is_flag=True, help="Write over TARGET if it is a file that exists.")
+@click.option("--value", type=float, default=0.0, show_default=True, help="The value that replaces every NaN and Inf.")
+@click.option("--force", is_flag=True, help="Overwrite TARGET if the file exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 @click.pass_context
 def clean(context: click.Context, source: Path, target: Path, value: float, force: bool, as_json: bool) -> None:
     """Write a copy of SOURCE to TARGET in which every NaN and Inf is replaced.
 
-    SOURCE stays as it is; every byte of the copy that was not bad is the same. A model repaired so has lost what those
-    weights knew: a checkpoint from before the damage is better where there is one. Exit code 0: the copy is written; 2:
-    it is not.
+    SOURCE is not changed, and the copy differs only in the replaced values. Whatever the replaced weights had learned
+    is lost: prefer an earlier checkpoint if there is one. Exit code 0: the copy was written; 2: it was not.
 
     \b
     Example:
@@ -51,7 +50,7 @@ def report_clean(console: Console, source: Path, target: Path, *, value: float, 
     if len(report.replaced) > MAX_ROWS:
         console.say(f"  ... and {len(report.replaced) - MAX_ROWS} more tensors")
     for name in report.left:
-        console.say(f"  {make_printable(name)} is a plain number that is not finite; it was left", "yellow")
+        console.say(f"  {make_printable(name)} is a plain non-finite number; it was left as it is", "yellow")
     total = sum(report.replaced.values())
     where = f" of {spell_count(len(report.replaced), 'tensor')}" if total else ""
     console.say(f"{target}: written, {spell_count(total, 'element')}{where} replaced.", "green")

@@ -24,14 +24,14 @@ from steadygrad.cli.watch import watch
 
 SECTIONS = {
     "Begin": {
-        "demo": "a training that a NaN kills, and the same one guarded",
-        "doctor": "what this machine offers, or what is wrong with a script",
+        "demo": "train a model that a NaN kills, and the same one guarded",
+        "doctor": "report what this machine supports, or what is wrong with a script",
     },
     "Train": {
-        "run": "run any training script, and keep bad steps from its weights",
+        "run": "guard any training script without editing it",
         "train": "run one of the five recipes: data, model, record, report",
-        "tune": "choose settings by how stable training is with them",
-        "new": "write a small training project of your own",
+        "tune": "find settings that train stably",
+        "new": "write a small training project to start from",
     },
     "Look": {
         "ls": "list the runs of a folder: state, last step, loss, incidents",
@@ -41,8 +41,8 @@ SECTIONS = {
         "plot": "draw a run as a PNG, SVG or PDF picture",
     },
     "Find and fix": {
-        "diagnose": "replay the batch of an incident, and name the line that did it",
-        "scan": "say what is in a checkpoint, and whether it is finite",
+        "diagnose": "replay the batch of an incident, and name the line at fault",
+        "scan": "show what is in a checkpoint, and whether it is finite",
         "clean": "copy a checkpoint with every NaN and Inf replaced",
     },
     "Measure": {"bench": "run the benchmarks of a source checkout"},
@@ -95,17 +95,17 @@ def steadygrad() -> None:
     "--run-dir",
     type=click.Path(file_okay=False),
     metavar="DIR",
-    help="Where both runs and their report are written.  [default: runs/demo-<time>]",
+    help="Where to write both runs and their report.  [default: runs/demo-<time>]",
 )
 @click.option(
-    "--device", metavar="NAME", help="Where to train: cpu, cuda, cuda:1.  [default: cuda where there is one, else cpu]"
+    "--device", metavar="NAME", help="Where to train: cpu, cuda, cuda:1.  [default: cuda if there is one, else cpu]"
 )
 @click.option("--quick", is_flag=True, help="A smaller model and fewer steps.")
 @click.pass_context
 def demo(context: click.Context, run_dir: str | None, device: str | None, quick: bool) -> None:
     """Train a small model with faults injected, unguarded and guarded.
 
-    The data is made in the program. Exit code 0: the unguarded run died and the guarded one survived; 2: they did not.
+    The program generates its own data. Exit code 0: the unguarded run died and the guarded one survived; 2: otherwise.
 
     \b
     Example:
@@ -127,11 +127,11 @@ def demo(context: click.Context, run_dir: str | None, device: str | None, quick:
 def doctor(
     context: click.Context, as_json: bool, num_steps: int, script: str | None, arguments: tuple[str, ...]
 ) -> None:
-    """Say what this machine and torch offer, or what is wrong with the first steps of a training script.
+    """Report what this machine and torch support, or what is wrong with the first steps of a training script.
 
-    Without a script, half-precision matmuls are tried in processes of their own: on some virtual CPUs they kill the
-    process. With one, it runs as it is, with every check on, and ends after N steps (--steps N). Exit code 0: nothing
-    to fix; 1: something was found that should be fixed; 2: torch could not be looked at, or the script made no step.
+    Without a script, half-precision matmuls are tried in separate processes: on some virtual CPUs they kill the
+    process. A script runs unedited, with every check on, and is ended after N steps (--steps N). Exit code 0: nothing
+    to fix; 1: something should be fixed; 2: torch could not be examined, or the script took no step.
 
     \b
     Example:

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     type=int,
     default=None,
     metavar="N",
-    help="Which line of incidents.jsonl, from 0.  [default: the last whose batch was kept]",
+    help="Which line of incidents.jsonl, from 0.  [default: the last one whose batch was saved]",
 )
-@click.option("--entry", metavar="MODULE:FUNCTION", help="The training step, or what builds it; see above.  [required]")
+@click.option("--entry", metavar="MODULE:FUNCTION", help="The training step, or a function that builds it.  [required]")
 @click.option(
     "--weights",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A .safetensors file with the model's weights, when they were not saved with the batch.",
+    help="A .safetensors file with the model's weights, if they were not saved with the batch.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 @click.pass_context
@@ -52,10 +52,10 @@ def diagnose(
 ) -> None:
     """Replay the batch of an incident and name the op, the line, the module and the samples.
 
-    The entry is the function that guard.step was given, or one without arguments that builds it and returns
+    The entry is the function passed to guard.step, or a function without arguments that builds it and returns
     (function, model). Its module is imported: a training loop in it belongs under `if __name__ == "__main__":`. Weights
-    that were saved with the batch are put into the model. Exit code 0: the replayed step is healthy; 1: a cause was
-    found; 2: it could not be replayed.
+    saved with the batch are loaded into the model. Exit code 0: the replayed step is healthy; 1: a cause was found; 2:
+    it could not be replayed.
 
     \b
     Example:

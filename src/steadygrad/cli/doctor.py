@@ -67,7 +67,7 @@ def find_problems(machine: Machine) -> list[Problem]:
         problems.append(
             Problem(
                 found=f"Triton is {what}: gradients on CUDA are measured with many launches instead of three.",
-                fix=f"pip install 'triton>={machine.min_triton}' (torch's CUDA builds for Linux bring a Triton along)",
+                fix=f"pip install 'triton>={machine.min_triton}' (torch's CUDA builds for Linux include Triton)",
             )
         )
     if machine.num_threads > machine.num_cpus:
@@ -89,7 +89,7 @@ def _find_matmul_problem(machine: Machine) -> list[Problem]:
         fix = f"export {CAP} before Python starts (tried here: with it they work)"
     else:
         fix = f"train in fp32 on the CPU ({CAP} was tried here and does not help)"
-    found = f"A {broken} matmul on this CPU kills the process or gives a wrong result (tried in a process of its own)."
+    found = f"A {broken} matmul on this CPU kills the process or gives a wrong result (tried in a separate process)."
     return [Problem(found=found, fix=fix)]
 
 
@@ -103,7 +103,7 @@ def _find_cuda_problem(machine: Machine) -> list[Problem]:
     return [
         Problem(
             found=f"There is an NVIDIA driver, but torch sees no GPU.{said}",
-            fix=f"look at CUDA_VISIBLE_DEVICES and nvidia-smi; this torch needs a driver for CUDA {machine.cuda}",
+            fix=f"check CUDA_VISIBLE_DEVICES and nvidia-smi; this torch needs a driver for CUDA {machine.cuda}",
         )
     ]
 
@@ -117,8 +117,8 @@ def advise(machine: Machine) -> list[str]:
     if _has_gpu(machine):
         names = ", ".join(next(d for d in machine.devices if d.name != "cpu").fused_optimizers)
         sentences.append(
-            f"On CUDA make the optimizer with fused=True ({names}): a guarded step then never waits for the device. "
-            "Every other optimizer costs one host read a step."
+            f"On CUDA create the optimizer with fused=True ({names}): a guarded step then never waits for the device. "
+            "Every other optimizer costs one host read per step."
         )
         if machine.triton_is_usable:
             sentences.append(f"Triton {machine.triton} measures the gradients on CUDA.")

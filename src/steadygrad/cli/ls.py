@@ -30,14 +30,14 @@ STYLES = {
     type=click.Choice(["written", "name", "loss", "steps", "state"]),
     default="written",
     show_default=True,
-    help="What comes first: the newest, the name, the smallest loss, the most steps, those that run.",
+    help="Sort by: newest, name, smallest loss, most steps, or running first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def ls(runs_dir: Path, sort: str, as_json: bool) -> None:
     """List the runs in RUNS_DIR: state, last step, its loss, incidents, when each last wrote something.
 
-    RUNS_DIR is `runs` unless given. Reads only the ends of the files, so a hundred runs take a moment. Exit code 0:
-    they are listed, even if there is none; 2: there is no such folder.
+    RUNS_DIR defaults to `runs`. Only the ends of the files are read, so a hundred runs take a moment. Exit code 0:
+    success, even if there are no runs; 2: there is no such folder.
 
     \b
     Example:

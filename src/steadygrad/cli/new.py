@@ -30,8 +30,8 @@ TAKEN = ("steadygrad", "steadygrad_recipes", "test", "torch")
 def new(context: click.Context, name: str, into: str | None) -> None:
     """Write a small training project that runs at once.
 
-    It has the command line, the record, the resume and the report of the recipes, runs under torchrun, and brings its
-    tests. Put your data, your model and your loss into it.
+    It has the command line, record, resume and report of the recipes, runs under torchrun, and includes tests. Add your
+    data, your model and your loss.
 
     \b
     Example:
@@ -57,14 +57,14 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} cannot be the name of a Python package. Use letters, digits and _: {wanted}.")
     # The project's folder comes first on sys.path: its name would hide the other package from its own imports
     if name in TAKEN or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise UsageError(f"{name!r} is the name of a package that exists, which it would hide. Choose another.")
+        raise UsageError(f"{name!r} is the name of an existing package, which it would hide. Choose another.")
 
 
 def write_project(name: str, folder: Path) -> None:
     """Write every file of the template."""
     # Checked once for all files, before the first one is written
     if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists and is not empty. Give another name, or --into another folder.")
+        raise UsageError(f"{folder} exists and is not empty. Choose another name, or another folder with --into.")
     _write(files("steadygrad.cli") / "template", folder, name)
 
 

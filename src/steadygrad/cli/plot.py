@@ -23,13 +23,13 @@ from steadygrad.cli.console import Console
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where the picture is written; its suffix selects the format: .png, .svg or .pdf.",
+    help="Where to write the picture; the suffix selects the format: .png, .svg or .pdf.",
 )
 def plot(runs: tuple[Path, ...], what: str | None, output: Path) -> None:
     """Draw a run, or several in the same panels, as a PNG, SVG or PDF picture.
 
     RUN is a run directory, a folder of them, or a file of JSON lines with `loss` in each. Several runs are compared by
-    loss, validation, norm and rate. Exit code 0: it is written; 2: it is not.
+    loss, validation, norm and rate. Exit code 0: the picture was written; 2: it was not.
 
     \b
     Example:

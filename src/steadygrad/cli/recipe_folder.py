@@ -84,9 +84,9 @@ def read_settings(run_dir: Path, name: str) -> Source | None:
         settings = json.loads(path.read_text(encoding="utf-8"))
         recipe, config = settings["recipe"], dict(settings["config"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read: {error!r}. Give another --run-dir.") from None
+        raise UsageError(f"{path} cannot be read: {error!r}. Use another --run-dir.") from None
     if recipe != name:
-        raise UsageError(f"{run_dir} holds a run of {recipe}, not of {name}. Give another --run-dir.")
+        raise UsageError(f"{run_dir} holds a run of {recipe}, not of {name}. Use another --run-dir.")
     return Source(values=config, file=path, is_remembered=True)
 
 

@@ -80,11 +80,11 @@ def open_recipe(name: str, config: Any) -> Target:
     if hasattr(package, "open_target"):
         target: Target = package.open_target(config)
         return target
-    loop = getattr(package, "LOOP", "a program of its own")
+    loop = getattr(package, "LOOP", "its own program")
     tunable = [recipe.name for recipe in list_recipes() if hasattr(recipe.load(), "open_target")]
     raise UnsupportedError(
         f"{name} cannot be tuned from here: {loop} runs its loop. Call guard.find_lr on its model, or "
-        f"give a function of your own, script.py:function. These can: {', '.join(tunable)}."
+        f"name your own function, script.py:function. These can: {', '.join(tunable)}."
     )
 
 

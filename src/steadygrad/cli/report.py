@@ -17,15 +17,14 @@ from steadygrad.words import make_printable
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where the report is written.  [default: report.html in the first run's folder]",
+    help="Where to write the report.  [default: report.html in the first run's folder]",
 )
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write a report of one run, or a comparison of several, as one HTML file.
 
-    A folder of runs stands for all of them. Further guards or optimizers of the same training (guard-2, optimizer-1 in
-    its folder) are shown beside it. It holds everything it needs: what broke, the charts, the incidents with their
-    causes, the configuration. It opens without a network, and fetches nothing. Exit code 0: it is written; 2: it is
-    not.
+    A folder of runs means all of them. Other guards or optimizers of the same training (guard-2, optimizer-1 in its
+    folder) are shown beside it. The file contains everything: what broke, the charts, the incidents with their causes,
+    the configuration. It opens offline and fetches nothing. Exit code 0: the report was written; 2: it was not.
 
     \b
     Example:

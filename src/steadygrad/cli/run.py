@@ -22,20 +22,20 @@ from steadygrad.config.switch import is_switched_off
     "--run-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Where the record is written.  [default: runs/<script>-<time>]",
+    help="Where to write the record.  [default: runs/<script>-<time>]",
 )
-@click.option("--observe", is_flag=True, help="Only watch: every number of the script stays what it was.")
+@click.option("--observe", is_flag=True, help="Only watch: skip nothing, change nothing.")
 @click.option(
     "--config",
     "config_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A YAML or TOML file with a GuardConfig: thresholds of rules, diagnosis, what is recorded.",
+    help="A YAML or TOML file with a GuardConfig: thresholds, diagnosis, what to record.",
 )
 @click.option(
     "--fail-on",
     type=click.Choice(["warning", "error", "critical"]),
-    help="Exit with 1 after an incident this severe or worse, and when nothing was guarded, if the script ended well.",
+    help="Exit with 1 although the script succeeded, if an incident was this severe or worse, or nothing was guarded.",
 )
 @click.argument("target", metavar="SCRIPT|MODULE|COMMAND")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
@@ -48,11 +48,11 @@ def run(
     target: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run a PyTorch training script and keep bad steps from its weights.
+    """Guard a PyTorch training script without editing it.
 
-    Every optimizer that the script makes is guarded: a step whose gradients or loss are not finite is left out, and
-    reported. So is every optimizer of the processes that it starts. Options come before the script; what stands behind
-    it is the script's. So are the exit code, unless --fail-on is given, and everything on standard output.
+    Guards every optimizer that the script or its child processes create: a step with a non-finite loss or gradient is
+    skipped and reported. Options go before the script; everything after it is passed to the script. The exit code is
+    the script's, unless --fail-on is given, and standard output is untouched.
 
     \b
     Example:
@@ -94,7 +94,7 @@ def _wait_for_threads() -> None:
 
 def _name_folder(target: str) -> Path | None:
     """Return a name such as runs/train-20260131-101500; without --run-dir only the first of several ranks writes."""
-    # Each rank would otherwise read its own clock and make a folder of its own
+    # Each rank would otherwise read its own clock and make its own folder
     if int(os.environ.get("RANK", "0")) > 0:
         return None
     name = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
-@click.option("--diff", "as_diff", is_flag=True, help="What changed from the first of two checkpoints to the second.")
+@click.option("--diff", "as_diff", is_flag=True, help="Show what changed between two checkpoints.")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor, not only the noteworthy ones.")
-@click.option("--trust", is_flag=True, help="Run what a pickle asks for: only for files whose origin you know.")
+@click.option("--trust", is_flag=True, help="Run the code in a pickle: only for files that you trust.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 @click.pass_context
 def scan(
     context: click.Context, paths: tuple[Path, ...], as_diff: bool, show_all: bool, trust: bool, as_json: bool
 ) -> None:
-    """Say what checkpoints hold: NaN and Inf, ranges, norms, zeros, tied weights, and whether hashes agree.
+    """Show what checkpoints hold: NaN and Inf, ranges, norms, zeros, tied weights, and whether hashes agree.
 
     PATH is a .safetensors, .pt, .pth, .ckpt or .bin file, a Hugging Face folder, a distributed checkpoint or a run
-    directory; folders are searched to the bottom. Nothing in it is run (without --trust), and only a little of it is in
-    memory at a time. Objects of a program's own classes are left out and named. Exit code 0: clean (with --diff:
-    equal); 1: something was found; 2: something could not be read, or was refused.
+    directory; folders are searched recursively. No code in it is run (without --trust), and little of it is in memory
+    at a time. Objects of a program's own classes are left out and named. Exit code 0: clean (with --diff: equal); 1:
+    something was found; 2: something could not be read, or was refused.
 
     \b
     Example:

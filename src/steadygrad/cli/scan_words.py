@@ -52,7 +52,7 @@ def print_checkpoint(console: Console, scan: CheckpointScan, *, show_all: bool) 
             f"  {make_printable(name)} is the plain number {spell_number(value)}", "red" if value != value else "yellow"
         )
     for group in scan.duplicates:
-        console.say(f"  one and the same: {make_printable(' = '.join(group))}", "dim")
+        console.say(f"  the same tensor: {make_printable(' = '.join(group))}", "dim")
     for note in (*scan.notes, *(f"{one.name} holds NaN or Inf on purpose" for one in scan.tensors if one.is_allowed)):
         console.say(f"  {make_printable(note)}", "dim")
     _print_verdict(console, scan)

@@ -40,10 +40,13 @@ RUNS = Path("runs")
     "--trials",
     type=int,
     metavar="N",
-    help="Trials of the search, of all workers together.  [default: 20, or fewer, for a tenth of the training]",
+    help="Number of trials, over all workers.  [default: 20, or fewer, for a tenth of the training]",
 )
 @click.option(
-    "--steps", type=int, metavar="N", help="Steps of a trial.  [default: so that all stays a tenth of the training]"
+    "--steps",
+    type=int,
+    metavar="N",
+    help="Steps of a trial.  [default: so that all trials take a tenth of the training]",
 )
 @click.option(
     "--storage",
@@ -56,21 +59,21 @@ RUNS = Path("runs")
     "--run-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Where everything is written.  [default: runs/tune-<target>-<time>]",
+    help="Where to write everything.  [default: runs/tune-<target>-<time>]",
 )
-@click.option("--resume", is_flag=True, help="Continue the tuning in --run-dir, or join it as one more worker.")
+@click.option("--resume", is_flag=True, help="Continue the search in --run-dir, or join it as another worker.")
 @click.pass_context
 def tune(context: click.Context, /, **options: Any) -> None:
-    """Choose settings by how stable training is with them.
+    """Find settings that train stably.
 
     First a range test: steps at rising learning rates, watched by the guard's rules. Then the given settings against
-    the suggested ones, in two orders of the data, and with --search a search between them. Every trial begins with the
-    same weights and random numbers, and ends in the step in which it breaks. SCRIPT:FUNCTION is a Python file and a
+    the suggested ones, in two orders of the data, and with --search a search between them. Every trial starts from the
+    same weights and random numbers, and ends at the step where it breaks. SCRIPT:FUNCTION is a Python file and a
     function in it that returns (model, optimizer, loss_fn, loader), or a steadygrad.tune.Tunable.
 
-    Several workers share a search: start the command several times with the same --run-dir and --resume, or once by
-    torchrun, where rank 0 chooses and writes. Workers on several machines need a --storage that all of them reach. Exit
-    code 0: settings were chosen, or kept; 2: nothing that was tried works, or it could not be tried.
+    Several workers share a search: start the command several times with the same --run-dir and --resume, or once with
+    torchrun, where rank 0 chooses and writes. Workers on several machines need a --storage that all of them can reach.
+    Exit code 0: settings were chosen or kept; 2: nothing that was tried works, or nothing could be tried.
 
     \b
     Example:
@@ -143,7 +146,7 @@ def choose_folder(target: str, run_dir: Path | None, storage: str | None, *, res
     if run_dir is not None:
         return run_dir
     if resume and storage is None:
-        raise UsageError("--resume continues a tuning, and none was named. Give its folder with --run-dir.")
+        raise UsageError("--resume continues an earlier search, and none was named. Give its folder with --run-dir.")
     return name_folder(RUNS, f"tune-{Path(target.partition(':')[0]).stem}")
 
 
@@ -152,10 +155,10 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}. Give another folder by --run-dir.") from None
+        raise UsageError(f"{folder} cannot be made: {error.strerror}. Choose another folder with --run-dir.") from None
     # mkdir succeeds on a folder that exists and is read-only
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{folder} cannot be written by this user. Change that, or give another by --run-dir.")
+        raise UsageError(f"{folder} cannot be written by this user. Change that, or choose another with --run-dir.")
 
 
 def open_target(target: str, config_file: Path | None, *, quick: bool, fields: tuple[str, ...]) -> Any:
@@ -206,7 +209,7 @@ def join_ranks(run_dir: Path | None, storage: str | None) -> tuple[int, bool]:
     if num == 1:
         return 0, False
     if run_dir is None:
-        raise UsageError(f"{num} workers were started and must share a folder. Give them one by --run-dir.")
+        raise UsageError(f"{num} workers were started and must share a folder. Name it with --run-dir.")
     num_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if num_machines > 1 and storage is None:
         raise UsageError(

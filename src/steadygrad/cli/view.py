@@ -16,7 +16,7 @@ from steadygrad.cli.console import Console
     default="127.0.0.1",
     show_default=True,
     metavar="ADDRESS",
-    help="Where to listen. Any other address than the default needs the token that is printed.",
+    help="Where to listen. Any address except the default needs the token that is printed.",
 )
 @click.option(
     "--port",
@@ -24,13 +24,13 @@ from steadygrad.cli.console import Console
     show_default=True,
     type=click.IntRange(0, 65535),
     metavar="N",
-    help="The port; 0: any that is free.",
+    help="The port; 0 takes any free one.",
 )
 def view(runs_dir: Path, host: str, port: int) -> None:
     """Serve a page that lists the runs in RUNS_DIR and follows them live.
 
-    RUNS_DIR is `runs` unless given. The page listens on this machine only, shows and never writes, and reads nothing
-    outside of the folder. Ctrl-C ends it.
+    RUNS_DIR defaults to `runs`. The page listens on this machine only, never writes, and reads nothing outside the
+    folder. Press Ctrl-C to stop.
 
     \b
     Example:
@@ -44,5 +44,5 @@ def view(runs_dir: Path, host: str, port: int) -> None:
     console.say(f"Open {server.link}", "bold")
     if server.token is not None:
         console.say("Anyone with this address can see the runs. The connection is not encrypted.", "yellow")
-    console.say("Ctrl-C ends it.", "dim")
+    console.say("Press Ctrl-C to stop.", "dim")
     server.run()

@@ -9,12 +9,12 @@ import click
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--once", is_flag=True, help="Print one screen and exit, as it always does without a terminal.")
+@click.option("--once", is_flag=True, help="Print one screen and exit, as always without a terminal.")
 def watch(run: Path, once: bool) -> None:
     """Follow a run on the full screen: loss, norm, incidents; q quits.
 
-    It shows the largest gradients too. It only reads the run directory, from any terminal, while the run continues or
-    long after. Exit code 0: it was shown; 2: there is no such run.
+    It also shows the largest gradients. It only reads the run directory, from any terminal, during the run or long
+    after. Exit code 0: success; 2: there is no such run.
 
     \b
     Example:

@@ -36,7 +36,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         require_booleans(self)
-        require_whole(self, "keep_last", least=1, hint="The newest one is what a crash leaves you. Use 3.")
+        require_whole(self, "keep_last", least=1, hint="After a crash, the newest one is all you have. Use 3.")
         for name in ("keep_best", "good_after"):
             require_whole(self, name, least=0, hint="0 switches it off.")
         for name in ("every", "keep_every"):

@@ -48,7 +48,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"not valid TOML: {error}.") from None
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"the ending {path.suffix!r} is not known. Use .yaml, .yml or .toml.")
+        raise ConfigError(f"the suffix {path.suffix!r} is not known. Use .yaml, .yml or .toml.")
     try:
         import yaml
     except ImportError:

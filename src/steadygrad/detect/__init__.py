@@ -167,7 +167,7 @@ class Detector:
     def observe(self, fact: Fact) -> list[Finding]:
         """Return all Findings about this Fact."""
         findings: list[Finding] = []
-        # A tuple of its own: a rule that fails is removed from the list while this runs
+        # Its own tuple: a rule that fails is removed from the list while this runs
         for one, passes in self._find_listeners(type(fact), isinstance(fact, Reading) and fact.is_plain):
             try:
                 if passes is None or not passes(fact):

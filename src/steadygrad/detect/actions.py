@@ -16,7 +16,7 @@ from steadygrad.facts import Action, ActionTaken, Fact, Finding, Reading, Severi
 
 
 class FrequentClipping(Remembering):
-    """More than half of the steps are clipped (info): large models train well so, but the threshold sets the step."""
+    """More than half of the steps are clipped (info): large models train well, but the threshold sets the step."""
 
     name = "frequent_clipping"
     memory = ("_recent", "_episode")
@@ -58,7 +58,7 @@ class FrequentClipping(Remembering):
                 severity=Severity.INFO,
                 step=fact.step,
                 message=f"{share:.0%} of the last {len(self._recent)} steps were clipped",
-                advice="Reduce the learning rate or raise the clip threshold; ZClip follows the norm by itself.",
+                advice="Reduce the learning rate or raise the clip threshold; ZClip adapts to the norm.",
                 evidence={"share": share, "num_steps": len(self._recent)},
             )
 
@@ -104,7 +104,7 @@ class ManySkips(Remembering):
 
 
 class FrequentActions(Remembering):
-    """The guard had to act again and again: the setting is wrong, not the step."""
+    """The guard had to act again and again: the settings are wrong, not the step."""
 
     name = "frequent_actions"
     hears = (ActionTaken,)

@@ -106,7 +106,7 @@ class SaturatedActivation(Remembering):
                 severity=Severity.WARNING if risen else Severity.INFO,
                 step=start,
                 message=f"{max(shares[n] for n in names):.0%} of the outputs of {show(names)} are at their bound",
-                advice="Normalise what goes in, lower the learning rate, or scale the initialisation down.",
+                advice="Normalise the input, lower the learning rate, or scale the initialisation down.",
                 evidence={"modules": names[:SHOWN], "saturated_share": [shares[n] for n in names[:SHOWN]]},
             )
 

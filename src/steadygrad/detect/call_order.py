@@ -52,7 +52,7 @@ class CallRule(OnceRule[CallScan]):
 
 
 class DividedTwice(CallRule):
-    """The loss is divided twice by the number of microbatches, or by that of the ranks that DDP averages over.
+    """The loss is divided twice by the number of microbatches, or by that of the ranks, which DDP does anyway.
 
     Both make the gradients too small by a constant factor. AdamW hides it, SGD learns that much more slowly.
     """
@@ -88,7 +88,7 @@ class DividedTwice(CallRule):
 
 
 class ScaledGradient(CallRule):
-    """The loss was scaled as for float16, and the optimizer or a clip gets the gradients with that scale."""
+    """The loss was scaled for float16, but the optimizer or a clip gets gradients that still have that scale."""
 
     name = "scaled_gradient"
     advice = (
@@ -134,7 +134,7 @@ class ClearedGradient(CallRule):
 
 
 class UselessClip(CallRule):
-    """The program clips gradients, and not those that the optimizer uses.
+    """The program clips gradients, but not the ones that the optimizer uses.
 
     A generator that is used up, a clip before the last backward or after the step, or one of copies of the parameters:
     they have no gradients, or the same ones, which a clip would shrink and which reach the optimizer as they were.
@@ -146,7 +146,7 @@ class UselessClip(CallRule):
     def describe(self, scan: CallScan) -> str:
         """Look at what the clip was given, and when."""
         if scan.clip_is_spent:
-            return f"{scan.clip}{at(scan.where_clip)} got a generator that was used up before, so nothing is clipped"
+            return f"{scan.clip}{at(scan.where_clip)} got a generator that was already exhausted, so nothing is clipped"
         if scan.clip_is_early:
             return (
                 f"{scan.clip}{at(scan.where_clip)} runs before backward{at(scan.where_backward)}, so the "

@@ -99,7 +99,7 @@ class VanishingGradient(Remembering):
 
 
 class DeadGradient(Remembering):
-    """Most of a parameter's gradient has become exactly zero and stays so: its units do not fire any more.
+    """Most of a parameter's gradient has become exactly zero and stays so: its units no longer fire.
 
     Compared with the parameter's own largest share of zeros before, because embeddings and experts are always sparse.
     One that was zero from the first step on is a warning only when it is half of the model. A unit that does not fire
@@ -236,7 +236,7 @@ class ZeroGradient(Remembering):
 
 
 class MissingGradient(Remembering):
-    """Parameters that the optimizer holds get no gradient: a branch that is not used, or a graph that is cut.
+    """Parameters that the optimizer holds get no gradient: an unused branch, or a cut graph.
 
     An unused pooler is common, so it is an info; most of the model without a gradient is a cut (reentrant checkpointing
     on inputs that need no gradient, a stray detach), and a warning. So is any part, with the values it was made with,
@@ -326,7 +326,7 @@ class StaleGradient(Remembering):
             kind=self.name,
             severity=Severity.WARNING,
             step=fact.step,
-            message=f"{len(fact.stale)} gradients of the step before were not cleared and are added up: "
+            message=f"{len(fact.stale)} gradients of the previous step were not cleared and are added up: "
             f"{show(fact.stale)}",
             advice="Call optimizer.zero_grad() after each optimizer step.",
             evidence={"num_parameters": len(fact.stale), "parameters": list(fact.stale[:SHOWN])},

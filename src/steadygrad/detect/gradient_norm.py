@@ -124,13 +124,13 @@ class HighGradientNorm(Remembering):
                 severity=Severity.INFO,
                 step=fact.step,
                 message=f"High gradient norm detected: {norm:.2f} (clipped to {self._threshold:g})",
-                advice="If this keeps coming, lower the learning rate or the clip threshold.",
+                advice="If this keeps happening, lower the learning rate or the clip threshold.",
                 evidence={"grad_norm": norm, "clip_threshold": self._threshold},
             )
 
 
 class RisingNorm(Remembering):
-    """The norm has been growing slowly and for long, which often comes before an explosion.
+    """The norm has been growing slowly for a long time, which often precedes an explosion.
 
     Norms also grow while a healthy loss falls, and after a restart of the learning rate, so this is an info, unless the
     loss rose meanwhile and the learning rate did not.

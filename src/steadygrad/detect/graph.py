@@ -15,7 +15,7 @@ from steadygrad.words import spell_count
 
 
 class UnregisteredLayers(OnceRule[GraphScan]):
-    """Parameters that take part and are never updated.
+    """Parameters take part in the loss but are never updated.
 
     Layers in a plain list, or an optimizer created before the model was modified (it holds parameters that the model no
     longer has), are mistakes: a warning. Parameters simply left out of the optimizer may be intended: an info.
@@ -37,7 +37,7 @@ class UnregisteredLayers(OnceRule[GraphScan]):
             + (f"; {len(fact.foreign)} of the optimizer are not in the model" if fact.foreign else ""),
             advice="Keep layers in nn.ModuleList or nn.ModuleDict."
             if fact.hidden
-            else "Make the optimizer after the model is complete, or freeze these with requires_grad_(False).",
+            else "Create the optimizer after the model is complete, or freeze these with requires_grad_(False).",
             evidence={"parameters": names[:SHOWN], "num_parameters": len(names), "num_foreign": len(fact.foreign)},
         )
 

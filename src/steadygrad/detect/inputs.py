@@ -58,7 +58,7 @@ class Pairs(Remembering):
 
 
 class NonfiniteInput(Remembering):
-    """A tensor of the batch holds NaN or Inf. One that does so at healthy steps too is not the suspect of a bad one."""
+    """A tensor of the batch holds NaN or Inf. If it does so in healthy steps too, it is not blamed for a bad one."""
 
     name = "nonfinite_input"
     memory = ("_pairs", "_legal", "_info")
@@ -100,7 +100,7 @@ class NonfiniteInput(Remembering):
 
 
 class OutlierInput(Remembering):
-    """The largest value of an input is far above what it usually is, on the logarithm, against its own baseline."""
+    """The largest value of an input is far above its usual level, compared on a log scale."""
 
     name = "outlier_input"
     hears = (InputScan,)

@@ -27,7 +27,7 @@ NUM_SHOWN = 3
 """How many indicators a Finding names."""
 ADVICE = (
     "Lower the learning rate or lengthen its warm-up, or clip tighter. "
-    'Policy(actions={"instability_forecast": Action.SCALE_LR}) does the first by itself.'
+    'Policy(actions={"instability_forecast": Action.SCALE_LR}) does the first automatically.'
 )
 
 Node = tuple[int, float, int, int, float]
@@ -95,7 +95,7 @@ def _read_file() -> dict[str, Any]:
     content = json.loads(text)
     assert content["format"] == FORMAT
     # Trees address indicators by position: another order would still run, with wrong answers
-    assert tuple(content["indicators"]) == NAMES, "the model was made from other indicators: run fit.py again"
+    assert tuple(content["indicators"]) == NAMES, "the model was fitted to different indicators: run fit.py again"
     models: dict[str, Any] = content["models"]
     return models
 

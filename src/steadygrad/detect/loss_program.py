@@ -20,7 +20,7 @@ PADDING_SHARE = 0.2
 
 
 class WrongLossInput(OnceRule[LossScan]):
-    """A loss gets something else than it expects: probabilities for log-probabilities, a sigmoid for logits."""
+    """A loss gets the wrong kind of input: probabilities for log-probabilities, a sigmoid for logits."""
 
     name = "wrong_loss_input"
     hears = (LossScan,)
@@ -74,7 +74,7 @@ def _judge_input(call: LossCall) -> tuple[str, str] | None:
 
 
 class OneElementNorm(OnceRule[LossScan]):
-    """A norm over a single element: its output is constant, so that no gradient passes through it."""
+    """A norm over a single element: its output is constant, so no gradient passes through it."""
 
     name = "one_element_norm"
     hears = (LossScan,)
@@ -99,7 +99,7 @@ MIXED = {
     ),
     "batch_first": (
         " with as many time steps as there are samples: each sample reads the others as its past",
-        "Make the layer with batch_first=True, or transpose its input.",
+        "Create the layer with batch_first=True, or transpose its input.",
     ),
     "gradient": (
         ": samples see each other, and the model cannot be used for a single one",
@@ -127,7 +127,7 @@ class MixedSamples(OnceRule[MixedAxes]):
 
 
 class ShiftedLabels(OnceRule[LabelScan]):
-    """The labels of a language model are the tokens two places on, or the very tokens it reads.
+    """The labels of a language model are the tokens two places ahead, or the tokens it reads.
 
     Compared with the tokens of the model's call, place by place. Labels equal to the tokens are right for an
     autoencoder, so they are reported only for a model that cannot see later tokens.
@@ -225,7 +225,7 @@ class LostEnds(OnceRule[LabelScan]):
             step=fact.step,
             message=f"the last real token of {fact.num_lost_ends} of {fact.num_padded_rows} padded rows is the padding "
             f"token, and its label is ignored{at(fact.where)}: the model never learns where to stop",
-            advice="Use a padding token of its own, or mask labels by the attention mask and not by the token.",
+            advice="Use a separate padding token, or mask labels by the attention mask instead of by the token.",
             evidence={"num_rows": fact.num_padded_rows, "num_lost": fact.num_lost_ends, "where": fact.where},
         )
 
@@ -242,7 +242,7 @@ class SwappedMask(OnceRule[LabelScan]):
             return None
         return self.report(
             step=fact.step,
-            message="attention sees only places where one and the same token is repeated, and is kept from those where "
+            message="attention sees only places where a single token is repeated, and not those where "
             f"tokens vary, in {fact.num_swapped_rows} rows{at(fact.where)}: it attends to padding only",
             advice="Invert it: an attention mask is 1 at real tokens; torch's key_padding_mask is True at padding.",
             evidence={"num_rows": fact.num_swapped_rows},

@@ -168,7 +168,7 @@ class LossExplosion(Remembering):
                 severity=Severity.ERROR,
                 step=self._began,
                 message=f"the loss was {level:.6g}, exploded, and {step - self._told_at} steps later is {now:.6g}",
-                advice="Go back to the weights from before, and find out what happened at that step.",
+                advice="Go back to earlier weights, and find out what happened at that step.",
                 evidence={"before": level, "now": now},
             )
 

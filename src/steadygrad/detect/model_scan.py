@@ -21,7 +21,7 @@ KEPT = 0.3
 
 
 class OutOfReach(OnceRule[ModelScan]):
-    """Parameters that became trainable, were added or were replaced during training, and that no optimizer holds."""
+    """No optimizer holds parameters that became trainable, were added or were replaced during training."""
 
     name = "out_of_reach"
     hears = (ModelScan,)
@@ -43,7 +43,7 @@ class OutOfReach(OnceRule[ModelScan]):
         gone = f", and {len(fact.replaced)} that the optimizer holds left the model" if fact.replaced else ""
         return self.report(
             step=self._first,
-            message=f"{num} became trainable after the optimizer was made, and no optimizer holds them: "
+            message=f"{num} became trainable after the optimizer was created, and no optimizer holds them: "
             f"{show(list(fact.unfrozen))}{gone}",
             advice="Call optimizer.add_param_group({'params': [...]}) when you unfreeze, add or replace layers.",
             evidence={"parameters": list(fact.unfrozen[:SHOWN]), "num_parameters": len(fact.unfrozen)},
@@ -70,7 +70,7 @@ class Untied(OnceRule[ModelScan]):
 
 
 class NotFrozen(OnceRule[ModelScan]):
-    """A module freezes parameters in its `train()`, is set to do so, and has none frozen: `train()` was not called."""
+    """A module is set to freeze parameters in its `train()`, but none is frozen: `train()` was not called."""
 
     name = "not_frozen"
     hears = (ModelScan,)
@@ -82,13 +82,13 @@ class NotFrozen(OnceRule[ModelScan]):
         return self.report(
             step=fact.step,
             message=f"nothing is frozen in {show(list(fact.not_frozen))}, whose train() freezes parameters",
-            advice="Call model.train() before the optimizer is made: it was not called since the model was built.",
+            advice="Call model.train() before you create the optimizer: it was never called on this model.",
             evidence={"modules": list(fact.not_frozen[:SHOWN])},
         )
 
 
 class FrozenHead(OnceRule[ModelScan]):
-    """Most of the model is frozen, and so is its last layer, with the random values it was made with.
+    """Most of the model is frozen, and so is its last layer, which still has its random initial values.
 
     A frozen last layer alone is usual (adapters, prompts, projectors); one that was never trained is not.
     """
@@ -104,13 +104,13 @@ class FrozenHead(OnceRule[ModelScan]):
             step=fact.step,
             message=f"{fact.frozen_share:.0%} of the model is frozen, its last layer {fact.frozen_head} included, "
             "which still has the random values that it was made with",
-            advice=f"Unfreeze it before the optimizer is made: model.{fact.frozen_head}.requires_grad_(True).",
+            advice=f"Unfreeze it before you create the optimizer: model.{fact.frozen_head}.requires_grad_(True).",
             evidence={"share": fact.frozen_share},
         )
 
 
 class LostWeights(OnceRule[ModelScan]):
-    """The weights that were loaded are not trained: nothing matched, or they were initialised again afterwards."""
+    """The loaded weights are not the ones that train: nothing matched, or they were initialised again afterwards."""
 
     name = "lost_weights"
     hears = (ModelScan,)
@@ -261,7 +261,7 @@ class RestoredWeights(OnceRule[Restored]):
         return self.report(
             step=self._first,
             message=f"at step {fact.step} the model is called with the weights from before the first step, although "
-            f"each step moves them: they are put back every time{load}",
+            f"each step moves them: they are restored every time{load}",
             advice="Load or copy weights once, before the loop; look for load_state_dict, copy_ or an EMA that is "
             "swapped in and never out.",
             evidence={"where": fact.where, "num_steps": fact.step},
@@ -271,7 +271,7 @@ class RestoredWeights(OnceRule[Restored]):
 class PartialSaved(OnceRule[ModelScan]):
     """Saves leave out frozen parameters that exist nowhere else, so the model cannot be loaded again as it is.
 
-    Those that were trained in this run and frozen later, or that have the random values they were made with. A frozen
+    Those that were trained in this run and frozen later, or that still have their random initial values. A frozen
     part with other values was loaded and can be again; with adapters beside it, it is left alone. Needs two saves, and
     none in the run that has them. Cost: names are compared at each save.
     """
@@ -284,7 +284,7 @@ class PartialSaved(OnceRule[ModelScan]):
         if fact.partial_save is None:
             return None
         where, names = fact.partial_save.where, fact.partial_save.parameters
-        why = "have the random values they were made with"
+        why = "still have their random initial values"
         if fact.partial_save.was_trained:
             why = "were trained in this run"
         return self.report(

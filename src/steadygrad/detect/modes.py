@@ -27,7 +27,7 @@ APART = 10
 
 
 class EvalWhileTraining(Remembering):
-    """Steps are made from forwards in eval mode: dropout is off, and BatchNorm uses statistics that do not move.
+    """The model trains in eval mode: dropout is off, and BatchNorm uses statistics that do not move.
 
     A warning if the model was in training mode before, if dropout or the iteration of a spectral norm is switched off
     by it, or if BatchNorm has never seen a batch. A model with trained BatchNorm alone that was in eval mode from the
@@ -160,7 +160,7 @@ class TrainModeValidation(OnceRule[ModeScan | Validation | Reading]):
 
 
 class DropoutInEvaluation(OnceRule[ModeScan | RandomEvaluation]):
-    """Dropout is active although the model is in eval mode: evaluations are random, and worse than the model is."""
+    """Dropout is active although the model is in eval mode: evaluations are random, and worse than they should be."""
 
     name = "dropout_in_evaluation"
     hears = (ModeScan, RandomEvaluation)

@@ -74,7 +74,7 @@ class NonfiniteGradient(Remembering):
 
 
 class NonfiniteRate(Remembering):
-    """A learning rate is NaN or Inf: one step with it would make every weight of its group the same."""
+    """A learning rate is NaN or Inf: one step with it would do the same to every weight of its group."""
 
     name = "nonfinite_rate"
     hears_plain = False
@@ -97,7 +97,7 @@ class NonfiniteRate(Remembering):
 
 
 class NonfiniteParameter(Remembering):
-    """A weight is NaN or Inf. Each is reported once, and again only after it had recovered."""
+    """A weight is NaN or Inf. Each is reported once, and again only after it recovered."""
 
     name = "nonfinite_parameter"
     hears = (ParameterScan,)
@@ -179,6 +179,6 @@ def _describe_spoilt(reading: Reading) -> Finding:
         step=reading.step,
         message=f"this forward wrote NaN or Inf into {spell_count(len(names), 'buffer')}, though its loss is finite: "
         f"{show(names)}",
-        advice="The batch is bad, or something hides a NaN from the loss (nan_to_num, where, a check of its own).",
+        advice="The batch is bad, or something hides a NaN from the loss (nan_to_num, where, the program's own check).",
         evidence={"buffers": names[:SHOWN], "num_buffers": len(names)},
     )

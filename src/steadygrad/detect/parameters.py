@@ -20,7 +20,7 @@ a decay ends at rates that rounding swallows, and a run that has converged has g
 
 
 class UnchangedParameter(Remembering):
-    """A parameter has a gradient and a learning rate, and does not move.
+    """A parameter has a gradient and a learning rate, but does not move.
 
     One that has never moved while others do is stuck (a copy is trained instead, or its optimizer never steps): a
     warning, and so is a model of which nothing has moved since the first step, or nothing moves any more although rate
@@ -81,7 +81,7 @@ class UnchangedParameter(Remembering):
                 severity=Severity.WARNING if stuck else Severity.INFO,
                 step=min(self._first[name] for name in names),
                 message=f"a gradient does not move {spell_count(len(names), 'parameter')}: {show(names)}",
-                advice="Check that the optimizer holds these very tensors; in half precision keep float32 weights."
+                advice="Check that the optimizer holds these tensors, not copies; keep float32 weights."
                 if stuck
                 else "Their updates are lost to rounding: keep float32 weights, or stop here.",
                 evidence={"parameters": names[:SHOWN], "num_parameters": len(names), "num_changed": fact.num_changed},

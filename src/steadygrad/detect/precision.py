@@ -45,7 +45,7 @@ class LostUpdate(OnceRule[PrecisionScan]):
 
 
 class UnheededAutocast(OnceRule[PrecisionScan]):
-    """The model is called under autocast, and none of its layers runs in the format that it asks for."""
+    """The model is called under autocast, but none of its layers runs in that format."""
 
     name = "unheeded_autocast"
     hears = (PrecisionScan,)
@@ -59,7 +59,7 @@ class UnheededAutocast(OnceRule[PrecisionScan]):
             message=f"the model is called under autocast to {fact.unheeded_autocast}, and all its layers compute in "
             "float32",
             advice="Look for autocast(enabled=False) or a custom_fwd(cast_inputs=torch.float32) inside the model, and "
-            "for products of its own: autocast only knows torch's.",
+            "for custom matrix products: autocast only covers torch's.",
             evidence={"dtype": fact.unheeded_autocast},
         )
 
@@ -93,7 +93,7 @@ class FlushedGradient(OnceRule[PrecisionScan]):
 
 
 class Redrawn(OnceRule[PrecisionScan]):
-    """Activation checkpointing recomputes a forward with other random numbers: its gradients belong to another mask."""
+    """Activation checkpointing recomputes a forward with new random numbers: its gradients belong to another mask."""
 
     name = "redrawn_noise"
     hears = (PrecisionScan,)
@@ -104,9 +104,9 @@ class Redrawn(OnceRule[PrecisionScan]):
             return None
         return self.report(
             step=fact.step,
-            message=f"backward recomputes {show(list(fact.redrawn))} with other random numbers than the forward had, "
-            "so the gradients belong to another dropout mask",
-            advice="Use checkpoint(..., preserve_rng_state=True), its default, and draw no random numbers of your own "
+            message=f"backward recomputes {show(list(fact.redrawn))} with different random numbers than the forward, "
+            "so the gradients belong to a different dropout mask",
+            advice="Use checkpoint(..., preserve_rng_state=True), its default, and seed no generator of your own "
             "inside.",
             evidence={"modules": list(fact.redrawn[:SHOWN])},
         )

@@ -39,13 +39,13 @@ class RanksDiffer(OnceRule[RankScan]):
             "all ranks alike."
             if at_start
             else "Call the DistributedDataParallel model itself, not its .module; create it after the last conversion "
-            "of the model (.to, .float), which removes its hooks; clip and step on all ranks alike.",
+            "of the model (.to, .float), which removes its hooks; clip and step in the same way on all ranks.",
             evidence={"parameters": list(fact.differing[:SHOWN]), "num_parameters": len(fact.differing)},
         )
 
 
 class SameBatch(OnceRule[RankScan]):
-    """All ranks train on the same batches: a DistributedSampler is missing, and more ranks bring nothing."""
+    """All ranks train on the same batches: a DistributedSampler is missing, and more ranks gain nothing."""
 
     name = "same_batch"
     hears = (RankScan,)

@@ -10,7 +10,7 @@ from steadygrad.facts import Fact, Finding, Reading, Severity
 
 
 class ScalerCollapse(Remembering):
-    """The loss scale falls and falls: gradients that are never cleared, or a model that overflows at any scale.
+    """The loss scale keeps falling: gradients are never cleared, or the model overflows at any scale.
 
     Overflows before the first good step are the search; a scale that worked and then overflows five times in a row, or
     an overflow at a scale below 1, is not. GradScaler halves the scale each time, without a lower limit.

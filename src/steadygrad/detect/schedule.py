@@ -68,7 +68,7 @@ class VanishedRate(Remembering):
                 f"the learning rate has been at most {rate:.2g} for {self._num_vanished} steps; its maximum was "
                 f"{self._largest:.2g}, and nothing more is learnt"
             )
-            advice = "A schedule that counts epochs must be stepped once an epoch, not after every batch."
+            advice = "A schedule that counts epochs must be stepped once per epoch, not after every batch."
         return Finding(
             kind=self.name,
             severity=Severity.WARNING,

@@ -155,7 +155,7 @@ class RateTooHigh(Remembering):
         falls = math.log(early / level) > 2.0 * noise or level < self._config.learnt_share * first
         if not thrown or falls or math.log(highest / level) < FAR * noise:
             return ""
-        return f"the first steps threw the loss from {first:.4g} to {highest:.4g}, and it stays at {level:.4g} since"
+        return f"the first steps threw the loss from {first:.4g} to {highest:.4g}, and it stays there: {level:.4g}"
 
     def _find_ruin(self, step: int) -> str:
         """Loss and gradient grew from the first step on until they were not finite, which was not the batch's doing."""

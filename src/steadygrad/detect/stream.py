@@ -37,7 +37,7 @@ NO_BETTER = 0.97
 
 
 class RepeatedBatch(OnceRule[StreamScan]):
-    """The same content comes again in new tensors: a loader that is stuck, or workers that do the same work."""
+    """The same content repeats in new tensors: a stuck loader, or workers that do the same work."""
 
     name = "repeated_batch"
     hears = (StreamScan,)
@@ -70,7 +70,7 @@ class RepeatedBatch(OnceRule[StreamScan]):
 
 
 class RepeatedOrder(OnceRule[StreamScan]):
-    """Each epoch brings the batches in the same order although the sampler is meant to shuffle."""
+    """Every epoch has the batches in the same order although the sampler is meant to shuffle."""
 
     name = "repeated_order"
     hears = (StreamScan,)
@@ -89,7 +89,7 @@ class RepeatedOrder(OnceRule[StreamScan]):
             if fact.is_distributed
             else "Do not seed the sampler's generator again for each epoch."
             if fact.shuffles
-            else "Pass shuffle=True to the DataLoader, unless the order is meant.",
+            else "Pass shuffle=True to the DataLoader, unless the order is intended.",
             evidence={"period": fact.period, "tensor": fact.tensor, "shuffles": fact.shuffles},
         )
 
@@ -255,7 +255,7 @@ class ChangedDataset(OnceRule[StoredDataChange]):
             step=fact.step,
             message=f"inputs drift because {fact.name} itself changes: mean {fact.mean[0]:.3g} to {fact.mean[1]:.3g}, "
             f"standard deviation {fact.std[0]:.3g} to {fact.std[1]:.3g} between looks at the stored data",
-            advice="__getitem__ works in place on the stored data: use x.sub(...) for x.sub_(...), or clone() first.",
+            advice="__getitem__ changes the stored data in place: use x.sub(...), not x.sub_(...), or clone() first.",
             evidence={"name": fact.name, "changed_share": fact.changed_share, "correlation": fact.correlation},
         )
 

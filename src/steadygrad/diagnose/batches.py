@@ -53,7 +53,7 @@ def _take_rows(tensor: Tensor, indices: Sequence[int], size: int) -> Tensor:
     # A copy, not a view: an op that writes to the part must not reach the batch.
     rows = torch.tensor(indices, device=tensor.device)
     taken = tensor.detach().index_select(0, rows)
-    # A leaf of its own: gradients of a part must not be added to the batch's.
+    # Its own leaf: gradients of a part must not be added to the batch's.
     return taken.requires_grad_() if tensor.requires_grad else taken
 
 

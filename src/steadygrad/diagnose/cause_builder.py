@@ -26,12 +26,12 @@ from steadygrad.state.shards import take_local
 MAX_NEIGHBOURS = 6
 """Ops before and after the culprit that an explanation can use."""
 
-OUTSIDE_OF_STEP = "a tensor made outside of the step"
+OUTSIDE_OF_STEP = "a tensor made outside the step"
 """Name of a tensor that is neither of the batch nor of the model, and that the step function reaches by no name."""
 
 
 class Owner(NamedTuple):
-    """What a tensor from outside of the step is."""
+    """What a tensor from outside the step is."""
 
     phase: str
     """'input' or 'parameter'."""

@@ -147,7 +147,7 @@ class Diagnosis:
         def is_own(origin: Origin) -> bool:
             event = origin.event
             is_known = self._find_owner(CauseBuilder(self._trace, blame, origin, self._modules)) is not None
-            # Backends may fill what they received from a tensor of their own, which then seems to be given.
+            # Backends may fill what they received from their own tensor, which then seems to be given.
             return not event.is_collective and (is_known or event.constant or not event.is_given)
 
         return blame.find_origin(hurts, is_own) or blame.find_origin(self._find_sent(blame), is_own)
@@ -218,7 +218,7 @@ class Diagnosis:
         return builder.build(), closeup.views.get(origin.event.number)
 
     def _find_owner(self, builder: CauseBuilder) -> Owner | None:
-        """Return what a tensor from outside of the step is; None if the step function reaches it by no name."""
+        """Return what a tensor from outside the step is; None if the step function reaches it by no name."""
         # Where no line of the program uses the tensor, the line that called the model is shown, with its words.
         inputs = dict(self._step.spell_inputs(at_call=builder.place.code is None))
         key = builder.find_given_key()

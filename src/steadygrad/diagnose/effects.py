@@ -1,7 +1,7 @@
 """Effects: everything that a step function can reach -> may it be run again, and how to undo what that does?
 
 A replay undoes what ops do to tensors and what is drawn from the generators. A function may also append to a list,
-count its calls, push to a buffer of its own: such objects are copied shallowly before a replay and put back after it.
+count its calls, push to its own buffer: such objects are copied shallowly before a replay and put back after it.
 What cannot be put back (an iterator it draws from, a file, another process) is an obstacle, and the function must then
 not be run again: it would use up data. Nothing here calls the function; the walk reads and copies references only.
 """

@@ -123,7 +123,7 @@ def diagnose_captures(
             return None, None
         if cause is not None:
             many = len(captures) > 1 and cause.phase != "unknown"
-            # A loss given alone may come from several calls; whether each had a backward of its own is not known here.
+            # A loss given alone may come from several calls; whether each had its own backward is not known here.
             which = f"microbatch {place} of {len(captures)}, counted from 0"
             if capture.is_model_call:
                 which = f"the {spell_ordinal(place)} of {len(captures)} calls of the model"

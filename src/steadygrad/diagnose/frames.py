@@ -96,7 +96,7 @@ class StackReader:
     """Reads Places; `known` are the modules that have a name."""
 
     def __init__(self, known: Mapping[int, str], *boundaries: Callable[..., Any]) -> None:
-        """`boundaries`: functions of ours outside of which no frame is the step's."""
+        """`boundaries`: functions of ours outside which no frame is the step's."""
         self._known = known
         self._boundaries = {boundary.__code__ for boundary in boundaries}
         self._sorts: dict[CodeType, _Sort] = {}

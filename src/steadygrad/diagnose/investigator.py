@@ -302,7 +302,7 @@ class Investigator:
         if not self._hears_inside:
             self._hears_inside = True
             logger.warning(
-                "the step function is not replayed: %s. Draw the batch outside of the function and pass it as an "
+                "the step function is not replayed: %s. Draw the batch outside the function and pass it as an "
                 "argument to have failures traced to their line.",
                 obstacle,
             )

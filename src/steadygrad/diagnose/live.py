@@ -52,14 +52,14 @@ class LiveTrace(TorchDispatchMode):
         return False
 
     def start(self) -> None:
-        """Watch from now on, unless the program has a mode of its own open: leaving it would end this one instead."""
+        """Watch from now on, unless the program has its own mode open: leaving it would end this one instead."""
         if _get_current_dispatch_mode() is None:
             # Entered without `with`, since the step lies between two hooks: `stop` must find it innermost again.
             self.__enter__()  # type: ignore[no-untyped-call]
             self.is_running = True
 
     def stop(self) -> bool:
-        """Stop watching; return False if the program has a mode of its own open, which must be left first."""
+        """Stop watching; return False if the program has its own mode open, which must be left first."""
         if self.is_running and _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.is_running = False

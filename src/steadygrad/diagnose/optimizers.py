@@ -57,7 +57,7 @@ def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
 
 def trace_optimizers(step: Step, optimizers: Sequence[Optimizer]) -> OptimizerOrigin | None:
     """Run the step, then each optimizer; return the first that corrupts a parameter."""
-    # A hook may do anything outside of torch, which a replay could not undo.
+    # A hook may do anything outside torch, which a replay could not undo.
     usable = [optimizer for optimizer in optimizers if not _has_hooks(optimizer)]
     if not usable:
         return None

@@ -59,7 +59,7 @@ class RangeTable:
         self._ranges: list[Range] = []
 
     def add(self, tensor: Tensor) -> int:
-        """Return the slot of `tensor`'s range. Call it outside of any dispatch mode."""
+        """Return the slot of `tensor`'s range. Call it outside any dispatch mode."""
         values = _as_reals(tensor)
         if values is None:
             return NO_SLOT

@@ -231,7 +231,7 @@ class Step:
             # After an error too: gradients that were made before it are part of what went wrong.
             named = [*self.named_leaves, *(("", leaf) for leaf, _ in outside)]
             run.grads = {
-                name or f"a tensor of shape {tuple(leaf.shape)} outside of the model": take_local(leaf.grad)
+                name or f"a tensor of shape {tuple(leaf.shape)} outside the model": take_local(leaf.grad)
                 for name, leaf in named
                 if leaf.grad is not None
             }

@@ -26,7 +26,7 @@ FRESH = "aten.lift_fresh"
 MOST_LEVELS = 4
 """Transforms of torch.func inside one another, of which each makes a node for an op."""
 GIVEN = "given"
-"""The name of an event that stands for a tensor from outside of the step."""
+"""The name of an event that stands for a tensor from outside the step."""
 
 
 @dataclass(frozen=True, slots=True)

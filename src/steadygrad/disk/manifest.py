@@ -106,7 +106,7 @@ def _parse(fields: Any) -> Manifest:
         raise ValueError(f"format {fields['format']!r} version {fields['version']!r} is not known here")
     files = {}
     for name, entry in fields["files"].items():
-        # A path in here would have files outside of the folder opened, and reported as part of the checkpoint.
+        # A path in here would have files outside the folder opened, and reported as part of the checkpoint.
         if name != os.path.basename(name) or name in ("", ".", "..", NAME):
             raise ValueError(f"{name!r} is not the name of a file beside it")
         files[name] = FileEntry(int(entry["num_bytes"]), tuple(map(str, entry["crc32"])))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from steadygrad.facts.card import show_card
 
-UNNAMED = (" argument", " outside of the step")
+UNNAMED = (" argument", " outside the step")
 """How the name of a tensor ends when the program has no name for it: 'the first argument'."""
 
 

@@ -78,7 +78,7 @@ class PartialSave:
     """file:line of the last one."""
     parameters: tuple[str, ...]
     was_trained: bool
-    """Whether they were trained in this run and frozen later; else they have the random values they were made with."""
+    """Whether they were trained in this run and frozen later; else they still have their random initial values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -303,7 +303,7 @@ class Guard:
         """
         self._check_open()
         if self._stages.drive is not None:
-            raise UsageError("find_lr cannot run a framework's backward. Call it on a Guard of the model as it is.")
+            raise UsageError("find_lr cannot run a framework's backward. Call it on a Guard of the plain model.")
         self._judging.judge_pending()
         with self._shutdown.busy():
             return self._range_test.find_lr(fn, loader, start=start, end=end, steps=steps, microbatches=microbatches)

@@ -71,7 +71,7 @@ class Passes:
             if finding is not None:
                 self._judgement.note(finding)
         if function is None and (args or kwargs):
-            raise UsageError("arguments were given beside a loss. Give a function and its arguments, or a loss alone.")
+            raise UsageError("arguments were passed with a loss. Pass a function and its arguments, or only a loss.")
         result = subject if function is None else self._run_forward(function, args, kwargs)
         if self._rollback.is_open:
             self._moment.batches.num += 1

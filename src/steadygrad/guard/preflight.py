@@ -72,7 +72,7 @@ def _report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
         severity=Severity.WARNING,
         step=step,
         message=f"left out of {where}: {', '.join(what)}",
-        advice="Leave it out of the object's state_dict(), and create it again where it is needed.",
+        advice="Leave it out of the object's state_dict(), and create it again when it is needed.",
     )
 
 
@@ -90,7 +90,7 @@ def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None
     sharded = [name for name, parameter in trained.named if is_sharded(parameter)]
     if sharded and isinstance(clip, AdaptiveUnitClip | ClipValue):
         raise UnsupportedError(
-            f"{type(clip).__name__} looks into single gradients, and that of {sharded[0]!r} lies in shards on several "
+            f"{type(clip).__name__} needs every single gradient, and that of {sharded[0]!r} is sharded over several "
             "ranks. Use FixedNorm, ZClip, AutoClip or AdaGC, which need norms only."
         )
 
@@ -104,5 +104,5 @@ def _find_underflowing_epsilon(trained: TrainedParameters) -> str:
             if not isinstance(eps, float) or torch.tensor(eps).half() != 0:
                 continue
             if any(id(parameter) in half for parameter in group["params"]):
-                return f"{type(optimizer).__name__}'s eps={eps:g} is 0 in float16, in which the weights are kept"
+                return f"{type(optimizer).__name__}'s eps={eps:g} is 0 in float16, the dtype of the weights"
     return ""

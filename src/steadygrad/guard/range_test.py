@@ -110,7 +110,7 @@ class RangeTest:
         if self._ranks.many:
             raise UnsupportedError(
                 f"find_lr tries rates on one process, and {self._ranks.num} ranks train together here. Run it once on "
-                "one rank, before the model is wrapped, and give the rate to all."
+                "one rank, before the model is wrapped, and use that rate on all."
             )
 
 

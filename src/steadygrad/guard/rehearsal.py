@@ -134,7 +134,7 @@ def draw_batches(loader: Iterable[T]) -> Iterator[T]:
             num += 1
             yield batch
         if num == 0:
-            raise UsageError("the loader has no batch, so nothing can be tried. Give one with data.")
+            raise UsageError("the loader has no batch, so nothing can be tried. Pass one with data.")
 
 
 def refuse_iterator(loader: Any) -> None:

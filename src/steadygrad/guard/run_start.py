@@ -198,7 +198,7 @@ def _report_new_run(folder: Path, earlier: Path | None) -> Finding:
         severity=Severity.WARNING,
         step=0,
         message=f"{folder} holds an earlier run, and this one starts from step 0{where}; its checkpoints stay",
-        advice="Call guard.resume() before the first step to continue it, or give each run a run_dir of its own.",
+        advice="Call guard.resume() before the first step to continue it, or give each run its own run_dir.",
     )
 
 

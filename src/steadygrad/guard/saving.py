@@ -177,7 +177,7 @@ def report_infinite(step: int, note: str) -> Finding:
         severity=Severity.INFO,
         step=step,
         message=note,
-        advice="Nothing to do where that is meant: a mask, a best value so far.",
+        advice="There is nothing to do if that is intended: a mask, a best value so far.",
     )
 
 
@@ -188,7 +188,7 @@ def report_lost_directory(step: int, problem: str) -> Finding:
         severity=Severity.ERROR,
         step=step,
         message=problem,
-        advice="Look at that disk, and for what cleans it.",
+        advice="Check that disk, and look for a program that cleans it.",
     )
 
 

@@ -58,9 +58,7 @@ class GuardState:
         self._judging.judge_pending()
         if not isinstance(state, Mapping) or state.get("version") != 1:
             found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else type(state).__name__
-            raise UsageError(
-                f"this is not a Guard state that this version knows: {found}. Pass what state_dict() returned."
-            )
+            raise UsageError(f"this version does not know this Guard state: {found}. Pass what state_dict() returned.")
         self._moment.next_step, self._moment.epoch = int(state["step"]), int(state["epoch"])
         self._moment.validation_loss, self._moment.validated_at = state["validation_loss"], None
         if self._clipper is not None:

@@ -32,10 +32,10 @@ class Training:
     """Whether this is the plain loop: nothing is watched, clipped or skipped."""
 
     def __post_init__(self) -> None:
-        """Refuse extras that cannot be saved, or that have an argument of their own."""
+        """Refuse extras that cannot be saved, or that have their own argument."""
         for name, extra in self.extras.items():
             if name in self.along:
-                raise UsageError(f"extras has {name!r}, which Guard takes as an argument of its own. Use {name}=... .")
+                raise UsageError(f"extras has {name!r}, which is an argument of Guard. Use {name}=... .")
             if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")):
                 raise UsageError(
                     f"extras[{name!r}] is a {type(extra).__name__}, which cannot be saved. Give it state_dict() and "

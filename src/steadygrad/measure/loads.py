@@ -1,6 +1,6 @@
 """What `load_state_dict` did to a module: how much matched, and a sample of what was loaded.
 
-Recorded from the moment that steadygrad and torch are both imported, because weights are loaded before a Guard is made.
+Recorded as soon as steadygrad and torch are both imported, because weights are loaded before a Guard is created.
 A record is a few strings and up to 64 elements of each tensor, queued without a wait; it lives as long as its module.
 Models are read, never changed; the call, its result and its errors are torch's own.
 """

@@ -1,4 +1,4 @@
-"""How often the program has masked weights, counted from the moment that the first guard is made.
+"""How often the program has masked weights, counted from the moment that the first guard is created.
 
 `torch.nn.utils.prune` registers a buffer `weight_mask` with each pruning, the first and every later one. torch calls us
 when a buffer is registered, so nothing has to be searched. Process-wide; reads only, one comparison a step.

@@ -273,7 +273,7 @@ class Ranks:
             if differing:
                 raise UsageError(
                     f"{self.num} ranks train together, and the {what} of rank {differing[0]} differ from those of rank "
-                    f"0 ({others[differing[0]][i]}, {others[0][i]}). Make model, optimizer and GuardConfig alike on "
+                    f"0 ({others[differing[0]][i]}, {others[0][i]}). Use the same model, optimizer and GuardConfig on "
                     "all ranks, or give Guard the process_group of those that train together."
                 )
         self.nodes = tuple(other[3] for other in others)

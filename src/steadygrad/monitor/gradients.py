@@ -104,7 +104,7 @@ class GradientHealthMonitor:
         if not self._trainable():
             raise ConfigError(
                 f"{owner}.model has no trainable parameter: {type(self.model).__name__}. "
-                "Make the monitor after the layers are defined, and leave requires_grad=True on what is trained."
+                "Create the monitor after the layers are defined, and leave requires_grad=True on what is trained."
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class GradientHealthMonitor:
         except Exception as error:  # whatever a logger raises, the training goes on
             self._broken_logger = logger
             _log.warning(
-                "%s.log failed at step %d with %r: it is left out from here on. Fix it and call reset_statistics().",
+                "%s.log failed at step %d with %r: it is no longer called. Fix it and call reset_statistics().",
                 type(logger).__name__,
                 step,
                 error,
@@ -342,7 +342,7 @@ def _norms(reading: Reading) -> dict[str, float]:
 def _scale_of(scaler: torch.amp.GradScaler | None) -> Tensor | None:
     if scaler is None or not scaler.is_enabled():
         return None
-    return scaler._get_scale_async()  # get_scale() would be a host read of its own
+    return scaler._get_scale_async()  # get_scale() would add a host read
 
 
 def _summary_line(stats: GradientHealth, step: int) -> str:

@@ -82,7 +82,7 @@ ADVICE_FOR_LAYER: dict[str, str] = {
 def get_activation_function_recommendations(layer_type: str, problem: str = "vanishing") -> list[str]:
     """Return what to try for `problem` ("vanishing", "exploding" or "dead_neurons"), most promising first.
 
-    `layer_type` is free text; a transformer or projection layer gets a line of its own.
+    `layer_type` is free text; a transformer or projection layer gets its own line.
     """
     if not isinstance(problem, str) or problem not in ADVICE:
         raise ConfigError(f"problem must be one of {', '.join(ADVICE)}, got {problem!r}.")

@@ -1,7 +1,7 @@
 """A module to put between layers, or around one, that keeps what passes through it in proportion.
 
 Layer and batch norm act on activations [..., hidden_dim]. Weight and spectral norm act on a weight: on that of the
-layer given, whose parametrization is set in place, or of a linear layer of its own, which starts as the identity. All
+layer given, whose parametrization is set in place, or of its own linear layer, which starts as the identity. All
 are torch's own; what they cannot normalise, a weight or a row of zeros or of NaN, is refused by name when the module is
 built.
 """

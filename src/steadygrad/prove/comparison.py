@@ -190,7 +190,7 @@ class Comparison:
         # Outside `under`: the present weights once more, against now[0].
         again = test.measure(steps[:1])
         if abs(again[0] - now[0]) > NOISE * abs(find_excess(now, then)):
-            raise CannotTestError("the step gives another loss each time that it is run with the same random numbers")
+            raise CannotTestError("the step gives a different loss each time it is run with the same random numbers")
         if is_start:
             return now, then, None, is_worse_than_start(now, then, config=config)
         if not is_worse(now, then, ratio=ratio):

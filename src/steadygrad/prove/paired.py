@@ -95,7 +95,7 @@ class PairedTest:
         if effects.obstacle is not None:
             raise CannotTestError(
                 f"the step function cannot be run again: {effects.obstacle}",
-                "To get a proof, draw the batch outside of the function and pass it as an argument.",
+                "To get a proof, draw the batch outside the function and pass it as an argument.",
             )
         return [
             dataclasses.replace(
@@ -132,7 +132,7 @@ class PairedTest:
             changed = run.keeper.changed_beside(known) or (step.effects is not None and step.effects.undo())
         if changed:
             # A queue, a teacher, a target network: shaped by the present weights, it would be unfair to earlier ones.
-            raise CannotTestError("the step function keeps state of its own from call to call")
+            raise CannotTestError("the step function keeps its own state from call to call")
         if self._outside.have_moved(listener.parameters.values(), self._list_own()):
             raise CannotTestError("the loss depends on weights that are trained elsewhere (a critic, a teacher)")
         earlier = self._draws.setdefault(number, listener.draws)

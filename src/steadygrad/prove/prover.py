@@ -299,7 +299,7 @@ class Prover:
         """Test whether the same steps do better from earlier weights, or from the initial ones at a lower rate."""
         steps, is_rate = case.held.steps, find_kind(case.finding.kind).at_start
         if is_rate and self._references.is_rate_falling:
-            return _make_unknown(step, "the schedule lowers the learning rate by itself")
+            return _make_unknown(step, "the schedule lowers the learning rate anyway")
         if len(steps) < 4 * self._config.num_batches or not self._may_spend(step, len(steps) + 4):
             return _make_unknown(step, "the steps could not be made again on enough batches")
         if not is_rate:
@@ -391,7 +391,7 @@ def _suspect_lasting(spike: Finding) -> Finding:
         kind="unrecovered_loss",
         severity=Severity.ERROR,
         message=f"{what}, and the weights have not recovered",
-        advice="Find out what happened at that step: its batch, the rate, or a weight that something overwrote.",
+        advice="Find out what happened at that step: its batch, the rate, or an overwritten weight.",
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from steadygrad.facts import Answer, Finding, Proof, Severity
 
 MOVED = (
-    "Nothing was changed, and nothing needs to be if the data, the targets or the objective were meant to change here."
+    "Nothing was changed. There is nothing to do if the data, the targets or the objective were meant to change here."
 )
-UNUSUAL = "The batch or the objective is unusual, not the weights. Look at the batch if that was not meant."
+UNUSUAL = "The batch or the objective is unusual, not the weights. Look at the batch if that was not intended."
 
 
 def report_answer(finding: Finding, proof: Proof, *, lr_factor: float | None = None) -> Finding:

@@ -43,7 +43,7 @@ class MlflowSink(Sink):
         self._log(list_layers(gradients, update_ratios), step)
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
-        """The validation loss, as a curve of its own."""
+        """The validation loss, as a separate curve."""
         self._log({VALIDATION: loss}, step)
 
     def write_incident(self, incident: Incident) -> None:

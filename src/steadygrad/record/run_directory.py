@@ -71,7 +71,7 @@ class RunDirectory(Sink):
         except OSError as error:
             raise ConfigError(
                 f"run_dir cannot be used as a folder to write to: {error.strerror or error} ({self.path}). "
-                "Give a new folder, or that of an earlier run to continue it."
+                "Use a new folder, or that of an earlier run to continue it."
             ) from error
         # None before the calls are made: each of them asks `_hold` again.
         held, self._held = self._held or [], None

@@ -219,7 +219,7 @@ def _take_lock(directory: Path) -> RunLock:
     except OSError as error:
         raise ConfigError(
             f"run_dir cannot be used as a folder to write to: {error.strerror or error} ({directory}). "
-            "Give a new folder, or that of an earlier run to continue it."
+            "Use a new folder, or that of an earlier run to continue it."
         ) from error
     return lock
 

@@ -74,7 +74,7 @@ class RunLock:
             raise ConfigError(
                 f"run_dir {self.path.parent} is being written by process {found['process']} on {found['host']}. Wait "
                 "for it or end it, or give another run_dir; CheckpointStore reads its checkpoints meanwhile. If that "
-                f"process is not a training, delete {self.path}."
+                f"process is not training, delete {self.path}."
             )
         if found is not None and found.get("host") != socket.gethostname():
             logger.warning(

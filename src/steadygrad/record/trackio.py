@@ -44,7 +44,7 @@ class TrackioSink(Sink):
             self.run.log(numbers, step=step)
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
-        """The validation loss, as a curve of its own."""
+        """The validation loss, as a separate curve."""
         self.run.log({VALIDATION: loss}, step=step)
 
     def write_incident(self, incident: Incident) -> None:

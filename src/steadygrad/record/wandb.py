@@ -63,7 +63,7 @@ class WandbSink(Sink):
             self.run.log({STEP: step, **numbers})
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
-        """The validation loss, as a curve of its own."""
+        """The validation loss, as a separate curve."""
         self.run.log({STEP: step, VALIDATION: loss})
 
     def write_incident(self, incident: Incident) -> None:

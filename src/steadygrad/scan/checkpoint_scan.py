@@ -97,7 +97,7 @@ def scan_contents(
         _describe(tensor, one, is_allowed=tensor.name in allowed) for tensor, one in zip(contents.tensors, stats)
     )
     unknown = sorted({tensor.kind for tensor in contents.tensors if tensor.dtype is None})
-    notes = [f"elements of kind {kind} were not looked into: torch has no name for them" for kind in unknown]
+    notes = [f"elements of kind {kind} were not examined: torch has no name for them" for kind in unknown]
     return CheckpointScan(
         path=contents.path,
         format=contents.format,

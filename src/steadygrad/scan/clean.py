@@ -90,15 +90,15 @@ def clean_checkpoint(
 def _check_target(source: Path, target: Path, *, force: bool) -> None:
     place, origin = target.resolve(), source.resolve()
     if origin in place.parents or place in origin.parents or _is_same(source, target):
-        raise CheckpointError(f"{target} is, holds or lies in {source}, which stays as it is. Name another place.")
+        raise CheckpointError(f"{target} is, holds or lies in {source}, which must not change. Name another place.")
     if not target.parent.is_dir():
-        raise CheckpointError(f"{target.parent} is not a folder, so nothing can be written to it. Make it first.")
+        raise CheckpointError(f"{target.parent} is not a folder, so nothing can be written to it. Create it first.")
     if target.is_dir() or target.is_symlink():
         raise CheckpointError(
             f"{target} exists and is not a regular file; it is left as it is. Name a place that is free."
         )
     if target.exists() and (source.is_dir() or not force):
-        raise CheckpointError(f"{target} exists and stays as it is. Name another file, or write over it with --force.")
+        raise CheckpointError(f"{target} exists and was not changed. Name another file, or overwrite it with --force.")
 
 
 def _converts(source: Path, target: Path) -> bool:

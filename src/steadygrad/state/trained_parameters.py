@@ -1,6 +1,6 @@
 """Model and optimizers -> the named parameters that a step can change, or an error that says why it cannot work.
 
-Looked at once, when a Guard is made. Engines that own backward and step themselves are refused by name.
+Looked at once, when a Guard is created. Engines that own backward and step themselves are refused by name.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def find_trained_parameters(
         if not any(id(p) in names for group in one.param_groups for p in group["params"]):
             raise UsageError(
                 f"{type(one).__name__} shares no parameter with {type(inner).__name__}: it was made for another model, "
-                "or the model was replaced or moved to another device afterwards. Make the optimizer from this model's "
+                "or the model was replaced or moved to another device later. Create the optimizer from this model's "
                 "parameters()."
             )
     order = {name: i for i, name in enumerate(names.values())}

@@ -136,7 +136,7 @@ def find_start(run_dir: Path | None, path: str | Path | None, *, num_stages: int
     if stage >= num_stages:
         raise CheckpointError(
             f"{found.info.path} was saved in stage {stage + 1}, and this training has {num_stages}. "
-            "Resume with the stages that it was begun with."
+            "Resume with the same stages."
         )
     return Start(found.info.path, found.step, stage)
 

@@ -45,7 +45,7 @@ def judge_learning(best: float | None, guess: float | None, step: int) -> Findin
         kind="no_better_than_guessing",
         severity=Severity.WARNING,
         step=max(0, step),
-        message=f"the best validation loss is {best:.4g}, and a guess without looking at the input gets {guess:.4g}",
+        message=f"the best validation loss is {best:.4g}, and a guess that ignores the input gets {guess:.4g}",
         advice="Lower the learning rate, train for longer, and check that inputs and targets belong together.",
         evidence={"best_validation_loss": best, "guess": guess},
     )

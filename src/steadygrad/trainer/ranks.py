@@ -217,7 +217,7 @@ def gather_shards(tree: Any) -> Any:
 
 
 class SharedOrder(Sampler[int]):
-    """A random order that all ranks have alike: that of `DataLoader(shuffle=True)`, from a generator of its own."""
+    """A random order that all ranks have alike: that of `DataLoader(shuffle=True)`, from its own generator."""
 
     def __init__(self, num: int, generator: torch.Generator) -> None:
         self._num, self.generator = num, generator

@@ -39,7 +39,7 @@ def seed_generators(seed: int) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; `auto` means CUDA if available, and each rank has a GPU of its own."""
+    """Return the device of that name; `auto` means CUDA if available, and each rank has its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and count_ranks() > 1 and torch.cuda.is_available():

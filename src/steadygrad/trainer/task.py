@@ -38,7 +38,7 @@ class Task:
         return strip_replica(self.model)
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Return what `compute_loss` gets: the batch on the device. Runs before the step, outside of what is replayed.
+        """Return what `compute_loss` gets: the batch on the device. Runs before the step, outside what is replayed.
 
         What the ranks must agree on, such as `sum_over_ranks` of what a mean divides by, belongs here.
         """

@@ -131,9 +131,7 @@ class Trainer(Task):
     def train(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None) -> dict[str, Any]:
         """Train through all stages, or continue from the checkpoint that `resume()` found; return final statistics."""
         if count_batches(train_loader) == 0:
-            raise UsageError(
-                "the training loader has no batch. Give it data, or drop_last=False where there is little."
-            )
+            raise UsageError("the training loader has no batch. Pass more data, or use drop_last=False.")
         start, self._resume_from = self._resume_from, None
         first = 0 if start is None else start.stage
         if start is None and self.config.seed is not None:

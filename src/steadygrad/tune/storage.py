@@ -93,7 +93,7 @@ def _check_request(study: Any, where: str, request: Mapping[str, Any], *, resume
         return
     if held is None:
         raise UsageError(
-            f"{where} holds a study {study.study_name!r} that no tuning has made. Give another --study or --storage."
+            f"{where} holds a study {study.study_name!r} of another program. Use another --study or --storage."
         )
     before, wanted = json.loads(held), json.loads(json.dumps(request))
     different = [key for key in {**before, **wanted} if before.get(key) != wanted.get(key)]

@@ -23,9 +23,7 @@ def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
     target = Path(target)
     unknown = [name for name in what if name not in PANELS]
     if unknown or not what:
-        raise UsageError(
-            f"There is nothing to plot called {', '.join(unknown) or '(nothing)'}. Use: {','.join(PANELS)}."
-        )
+        raise UsageError(f"There is no plot called {', '.join(unknown) or '(nothing)'}. Use: {','.join(PANELS)}.")
     run = open_run(path).read_all()
     heights = [4.2 if name in ("layers", "ratios") else 2.9 for name in what]
     figure, axes = _open_figure(target, heights)
@@ -51,7 +49,7 @@ def _save(figure: Any, target: Path) -> Path:
     try:
         figure.savefig(target, dpi=150)
     except OSError as error:
-        raise UsageError(f"cannot write {target}: {error.strerror or error}. Give another place.") from None
+        raise UsageError(f"cannot write {target}: {error.strerror or error}. Choose another place.") from None
     return target
 
 
@@ -155,7 +153,7 @@ def _plot_metrics(run: RunReader, axis: Any) -> None:
 
 def _plot_extra(run: RunReader, axis: Any) -> None:
     known = {name: curve.points() for name, curve in run.steps.extra.items() if curve and not is_validation(name)}
-    _need(list(known), "a number of the program's own (guard.log records them)", run)
+    _need(list(known), "a number that the program logged (guard.log records them)", run)
     for name, (steps, values) in known.items():
         axis.plot(steps, values, linewidth=0.9, label=_spell(name))
     lows, highs = zip(*((min(values), max(values)) for _, values in known.values()))

@@ -59,7 +59,7 @@ class CodConfig(BatchSettings):
     model_size: str = "resnet50"
     """The network: tiny, resnet18, resnet34, resnet50, or timm:NAME with a backbone of timm."""
     model: str | None = None
-    """A network of your own instead: module:function or file.py:function that returns it; see docs/recipes/cod.md."""
+    """Your own network instead: module:function or file.py:function that returns it; see docs/recipes/cod.md."""
     backbone_weights: str | None = None
     """File of trained ResNet weights for the backbone (.safetensors or .pth); None: random initialisation."""
     image_size: int = 352

@@ -218,7 +218,7 @@ def _count_ids(parts: Iterable[Rows]) -> int:
 
 FAULTS: tuple[tuple[str, Callable[[Rows, int], Tensor]], ...] = (
     ("no word", lambda rows, _: ~rows.mask.any(1)),
-    ("a token outside of the vocabulary", lambda rows, size: _is_outside(rows, size).any(1)),
+    ("a token outside the vocabulary", lambda rows, size: _is_outside(rows, size).any(1)),
     ("a latent that is NaN or Inf", lambda rows, _: _find_latents(rows, lambda x: ~x.float().isfinite().all(1))),
     ("a latent that is all zero", lambda rows, _: _find_latents(rows, lambda x: (x == 0).all(1))),
 )

@@ -196,7 +196,7 @@ def _find_html(line: Mapping[str, Any], folder: Path) -> str | None:
     # Resolved before the test, so that neither `..` nor a link leads out of the folder
     page = (folder / str(line["file"])).resolve()
     if not page.is_relative_to(folder.resolve()):
-        raise BadRow(f"file {line['file']} lies outside of {folder}")
+        raise BadRow(f"file {line['file']} lies outside {folder}")
     try:
         return page.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -61,7 +61,7 @@ class Agreement:
             self.is_apart = True
             self._report(
                 f"not all of the {self._num_ranks} ranks are guarded, or they do not step together: bad steps are "
-                "reported and NOT skipped, since a rank that skips alone would part from the others"
+                "reported and NOT skipped, because a rank that skips alone would drift away from the others"
             )
         return word is Word.SKIP
 

@@ -62,7 +62,7 @@ class Terminal(Sink):
         if self._told[kind] <= SHOWN:
             self.say_loudly(text)
         if self._told[kind] == SHOWN + 1:
-            self.say(f"  (further lines of this kind are left out: {kind})")
+            self.say(f"  (more lines of this kind are left out: {kind})")
 
     def add_totals(self, num_steps: int, num_skipped: int, cause: str, *, observed: bool = False) -> None:
         """Count what one optimizer did; keep the first `cause` of a bad step. `observed`: nothing could be skipped."""

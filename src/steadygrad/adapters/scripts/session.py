@@ -70,7 +70,7 @@ class Session:
         self.num_made = self.num_guarded = 0
         """Optimizers that were made, and those that took a step under guard."""
         self.has_own_guard = False
-        """Whether the script has a Guard of its own, to which its optimizer is left."""
+        """Whether the script has its own Guard, which takes care of its optimizer."""
         self._losses = Losses()
         """Of the thread that called backward last; each thread has its own."""
         self._thread = threading.local()
@@ -107,7 +107,7 @@ class Session:
         return code
 
     def _end(self) -> None:
-        """Close every record, then report the totals when not every optimizer had a line of its own."""
+        """Close every record, then report the totals when not every optimizer had its own line."""
         if os.getpid() == self._process:
             self.close()
             self._report_unseen()
@@ -185,7 +185,7 @@ class Session:
         if len(self._watches) >= MAX_WATCHED:
             gc.collect()  # an optimizer and its scheduler refer to each other
         if len(self._watches) >= MAX_WATCHED:
-            self.terminal.say_once(f"{MAX_WATCHED} optimizers are guarded, further ones beside them are NOT guarded")
+            self.terminal.say_once(f"{MAX_WATCHED} optimizers are guarded, any others at the same time are NOT guarded")
             return
         if self.num_made == 1 and multiprocessing.process.parent_process() is not None:
             multiprocessing.util.Finalize(None, self.close, exitpriority=10)  # exit handlers do not run there
@@ -381,7 +381,7 @@ class Session:
 
     def _give_up(self, call: Callable[..., Any], error: Exception) -> None:
         owner, name = getattr(call, "__self__", None), getattr(call, "__qualname__", "a part")
-        logger.error("steadygrad: %s failed, the script goes on without it: %r", name, error)
+        logger.error("steadygrad: %s failed, the script continues without it: %r", name, error)
         logger.debug("in full:", exc_info=error)
         if owner is not None and hasattr(owner, "optimizer"):
             for optimizer in [optimizer for optimizer, watch in self._known.items() if watch is owner]:

@@ -52,6 +52,6 @@ def describe_unreached(owner: nn.Module, optimizer: Optimizer, *, beside: Sequen
         kind="missing_gradient",
         severity=Severity.WARNING,
         step=0,
-        message=f"{type(optimizer).__name__} has never got a gradient for any of its parameters{reached}",
-        advice="Make the optimizer after the model has its final parameters: after LoRA, .to(device), a new head.",
+        message=f"{type(optimizer).__name__} has never received a gradient for any of its parameters{reached}",
+        advice="Create the optimizer after the model has its final parameters: after LoRA, .to(device), a new head.",
     )

@@ -270,7 +270,7 @@ class Watch:
         self._investigator.take()  # release the batches
         self._callers.forget()
         self._losses = []
-        # Kept where the script has a mode of its own open: ours cannot be left before that one.
+        # Kept where the script has its own mode open: ours cannot be left before that one.
         if self._live is not None and self._live.stop():
             self._live = None
         if reading is None:

@@ -81,14 +81,14 @@ class WholeRun:
             return None
         if self._session is None:
             seen = "torch" in sys.modules
-            return "torch was imported past steadygrad" if seen else "the script did not import torch"
+            return "torch was imported without steadygrad noticing" if seen else "the script did not import torch"
         if self._session.has_own_guard:
             return None
         if self._session.num_made == 0:
-            return "the script made no torch.optim.Optimizer"
+            return "the script created no torch.optim.Optimizer"
         return (
-            "no optimizer took a step that steadygrad could see. A step inside torch.compile, and an engine with an "
-            "optimizer of its own, are not seen"
+            "no optimizer took a step that steadygrad could see. A step inside torch.compile, and an engine with its "
+            "own optimizer, are not seen"
         )
 
     def _list_new_records(self) -> list[Path]:

@@ -35,7 +35,7 @@ ENTRIES = (
         name="nan_in_forward",
         phases=FORWARD,
         kinds=("nan",),
-        why="the op gave NaN: it was asked outside of where it is defined, or at 0 / 0, 0 * inf or inf - inf",
+        why="the op gave NaN: its input is outside its domain, or it met 0 / 0, 0 * inf or inf - inf",
         evidence=join(show_largest(0, 1), count_infs(0), count_infs(1)),
         fixes=("f(x.clamp(low, high))", "f(torch.where(ok, x, 0.0))"),
     ),

@@ -1,4 +1,4 @@
-"""Indices outside of their table, and selections that hide a bad value instead of avoiding it."""
+"""Indices outside their table, and selections that hide a bad value instead of avoiding it."""
 
 from __future__ import annotations
 

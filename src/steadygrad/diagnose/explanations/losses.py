@@ -76,7 +76,7 @@ ENTRIES = (
         ops=("binary_cross_entropy",),
         phases=FORWARD,
         kinds=("error",),
-        why="binary_cross_entropy takes probabilities, and one lies outside of 0 and 1 or is NaN",
+        why="binary_cross_entropy takes probabilities, and one is not between 0 and 1 or is NaN",
         evidence=show_largest(),
         fixes=("F.binary_cross_entropy_with_logits(x, target)", "F.binary_cross_entropy(torch.sigmoid(x), target)"),
     ),

@@ -5,7 +5,7 @@ fixed order. Backward: the tile's weights dLoss/dL leave it once, as a panel of 
 products turn the panel into the gradients of both halves. No atomics: the result is the same in every run.
 
 One exponential an element serves rows and columns, relative to the tile's largest logit. In a tile where a row or
-column is too far below that (e^-40), each has a maximum of its own. Floor: 4 x 2 D B^M operations.
+column is too far below that (e^-40), each has its own maximum. Floor: 4 x 2 D B^M operations.
 """
 
 from __future__ import annotations

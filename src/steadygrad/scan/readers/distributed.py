@@ -1,7 +1,7 @@
 """A folder of torch.distributed.checkpoint -> Contents: its `.metadata` says which part of which file is which tensor.
 
 torch itself reads `.metadata` with a pickle that runs whatever the file asks for; here it is read inertly, and only
-the names of torch's own records are known. Every part is an archive of its own inside a larger file.
+the names of torch's own records are known. Every part is its own archive inside a larger file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OWN = "torch.distributed.checkpoint."
 
 
 class Window(io.RawIOBase):
-    """A part of an open file as a file of its own; closing it leaves the other open."""
+    """A part of an open file as its own file; closing it leaves the other open."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0

@@ -59,7 +59,7 @@ def read_contents(path: Path) -> Contents:
     if len(files) == 1:
         return _read_file(files[0])
     raise CheckpointError(
-        f"{path} holds {len(files)} files that could be meant: {', '.join(file.name for file in files[:5])}. Give one."
+        f"{path} holds {len(files)} candidates: {', '.join(file.name for file in files[:5])}. Name one."
         if files
         else f"{path} holds no checkpoint. Give a file, or a folder with one in it."
     )

@@ -73,7 +73,7 @@ def read_together(paths: Sequence[Path], max_buckets: int) -> list[list[Any]] | 
 
 
 def _read_apart(part: Part, max_buckets: int) -> Any:
-    """Read a part in a process of its own; what it sends comes from this very program."""
+    """Read a part in its own process; what it sends comes from this very program."""
     # -P: modules in the current directory, such as a json.py, must not be run
     command = [sys.executable, "-P", "-c", "from steadygrad.view.read.worker import main; main()"]
     given = [str(part.path), str(part.start), str(part.end), str(max_buckets)]

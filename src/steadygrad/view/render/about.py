@@ -36,7 +36,7 @@ def render_about(run: RunReader) -> Html:
         parts.append(_fold(f"{len(names)} parameters", listed))
     started = run.about.get("started")
     when = tag("p", f"Started {_spell_start(started)}", _format_resumed(run), class_="note") if started else None
-    return join([when, *parts]) if parts or when else tag("p", "run.json says nothing about the run.", class_="note")
+    return join([when, *parts]) if parts or when else tag("p", "run.json does not describe the run.", class_="note")
 
 
 def render_comparison(runs: Sequence[RunReader], keys: Sequence[str], links: Sequence[str | None]) -> Html:

@@ -247,7 +247,7 @@ def _render_number(value: str) -> Html:
 
 def _render_incidents(run: RunReader, key: str) -> Html:
     if run.steps.num_nonfinite and not run.incidents.count:
-        return tag("p", "Some steps were not finite, and no guard was there to find the cause.", class_="note")
+        return tag("p", "Some steps were not finite, and there was no guard to find the cause.", class_="note")
     return render_incidents(run.incidents, key)
 
 

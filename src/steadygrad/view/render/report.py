@@ -30,7 +30,7 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     if target.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"{target} does not end in .html, and a report is a page: -o {target.with_suffix('.html')}.")
     if not target.parent.is_dir():
-        raise UsageError(f"There is no folder {target.parent} to write {target.name} to. Make it, or name another.")
+        raise UsageError(f"There is no folder {target.parent} to write {target.name} to. Create it, or name another.")
     found = list_named_runs(paths)
     buckets = max(MIN_BUCKETS, MAX_BUCKETS // len(found))
     runs = [open_run(path, max_buckets=buckets) for path in found]

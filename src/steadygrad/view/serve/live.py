@@ -47,7 +47,7 @@ class LiveRun:
         self._state: State | None = None
 
     def ask(self, question: Callable[[RunReader], T]) -> T:
-        """Return what a function says about the run, while no other thread reads on."""
+        """Call a function on the run while no other thread reads it; return its result."""
         with self._lock:
             return question(self._reader)
 
@@ -80,7 +80,7 @@ class LiveRuns:
         self.root = root.resolve()
         self._open: OrderedDict[Path, LiveRun] = OrderedDict()
         self._lock = threading.Lock()
-        # A lock of its own: listing a slow disk takes seconds and must not hold up an open page
+        # Its own lock: listing a slow disk takes seconds and must not hold up an open page
         self._list_lock, self._list_until = threading.Lock(), 0.0
         self._listed: list[RunGlance] = []
 
