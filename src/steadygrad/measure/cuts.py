@@ -4,7 +4,7 @@ A result of `argmax`, of a comparison or of `sample()` has no gradient with resp
 into the loss all the same, and some parameters reach the loss in no other way, they are never trained. Results are
 followed by weak marks to the first call whose own result has a gradient; that one's node must be in the loss's graph.
 What the program cut off itself (`detach`, `no_grad`) is meant, unless it then draws from it; and so are the targets of
-a loss: a teacher, or random codes. Parameters with other values than those that layers are made with were loaded. Cost:
+a loss: a teacher, or random codes. Parameters with other values than those that layers start with were loaded. Cost:
 the first forward only. The graph of what was cut is held until its backward. Reads only.
 """
 

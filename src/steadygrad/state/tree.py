@@ -1,7 +1,7 @@
 """Nested containers -> the tensors in them, by path; and the same containers with other tensors.
 
 Opens what batches are made of: mappings, lists, tuples, named tuples, dataclasses, Hugging Face's BatchEncoding.
-Modules are never opened, nor is an object whose own code raises when it is looked at: a lazy proxy outside of its
+Modules are never opened, nor is an object whose own code raises when it is looked at: a lazy proxy outside its
 context must not end a training that would never have touched it. The caller's containers are not changed.
 """
 
