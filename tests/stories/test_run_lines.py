@@ -65,6 +65,16 @@ def test_the_first_line_says_what_is_guarded_and_the_last_one_what_came_of_it(tm
     assert last.endswith("(train.py:14); steadygrad report run")
 
 
+def test_a_cause_that_comes_again_takes_one_line_that_refers_to_the_first(tmp_path: Path) -> None:
+    again = HEALTHY.replace("BAD", "x[0] = float('nan') if step in (5, 6, 7) else 1.0")
+    lines = run(tmp_path, again).err.splitlines()
+    assert sum("train.py:14   " in line for line in lines) == 1
+    assert [line for line in lines if "the same cause as at step 5" in line] == [
+        f"steadygrad: step {step}: NaN loss, already in the input x, train.py:14: the same cause as at step 5"
+        for step in (6, 7)
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

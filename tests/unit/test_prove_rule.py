@@ -72,6 +72,13 @@ def test_worse_than_the_start_needs_an_excess() -> None:
     assert not is_worse_than_start([3.5] * 8, FIRST, config=CONFIG)
 
 
+def test_a_loss_that_may_be_negative_proves_nothing_against_the_start_until_it_is_infinite() -> None:
+    first = [-0.014] * 8  # an energy: its first value is any number
+    assert not is_worse_than_start([0.3] * 8, first, config=CONFIG)
+    assert not is_worse_than_start([-0.01] * 8, first, config=CONFIG)
+    assert is_worse_than_start([math.inf] * 8, first, config=CONFIG)
+
+
 @pytest.mark.parametrize(
     ("now", "fresh", "began_at", "answer"),
     [

@@ -212,9 +212,18 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
             return
         guard_state = self._guard.state_dict()  # on every rank: a state in shards is put together by all of them
         if args.should_save and folder.is_dir():
-            aside = folder / f"{STATE_FILE}.tmp"
+            self._write_state(guard_state, folder / STATE_FILE)
+
+    def _write_state(self, guard_state: Any, path: Path) -> None:
+        aside = path.with_name(f"{path.name}.tmp")
+        try:
             torch.save(guard_state, aside)
-            aside.replace(folder / STATE_FILE)
+            aside.replace(path)
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where a disk is full
+            aside.unlink(missing_ok=True)
+            self._warnings.warn_once(
+                "save", f"the guard's state was not saved to {path}: {error}.", "A resume starts its history afresh."
+            )
 
     def _resume(self, checkpoint: str | None) -> None:
         path = None if checkpoint is None else Path(checkpoint) / STATE_FILE

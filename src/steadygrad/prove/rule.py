@@ -62,10 +62,15 @@ def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, conf
 
 
 def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
-    """Return whether the present weights are worse than the initial ones: more was lost than was ever learned."""
+    """Return whether the present weights are worse than the initial ones: more was lost than was ever learned.
+
+    A loss that may be negative can begin at any number, so no share of it says how much worse is much: it proves
+    nothing until it is infinite.
+    """
     if not is_worse(now, first, ratio=1.0):
         return False
-    return _mean(now) - _mean(first) >= config.excess * abs(_mean(first))
+    excess = find_excess(now, first)
+    return math.isinf(excess) or (min(*first, *now) > 0 and excess >= config.excess * _mean(first))
 
 
 def is_slope(by_gradient: float, by_values: float) -> bool:

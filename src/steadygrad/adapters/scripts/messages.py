@@ -31,6 +31,7 @@ class Terminal(Sink):
         self._told: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._cause: Cause | None = None
+        self._known_causes: dict[tuple[str | int | None, ...], int] = {}  # identity -> step where it was first printed
         self._first_cause = ""
         self.worst: Severity | None = None
         """The worst severity of all incidents."""
@@ -97,11 +98,16 @@ class Terminal(Sink):
             self.say(f"  also: {'; '.join(other.message for other in incident.also)}")
         if incident.cause is not None and incident.cause is not self._cause:
             self._cause = incident.cause  # shared by all findings of its step
-            self.say(f"{whose}{incident.cause}")
+            self.say(f"{whose}{self._spell_cause(incident.cause, finding.step)}")
         if finding.advice and self._told[finding.kind] == 1:
             self.say(f"  {finding.advice}")
         if self._told[finding.kind] == SHOWN:
             self.say(f"  (further {finding.kind} incidents are only counted)")
+
+    def _spell_cause(self, cause: Cause, step: int) -> str:
+        """Return the cause in full, or in a line if the same bug was printed before."""
+        first = self._known_causes.setdefault(cause.identity, step)
+        return str(cause) if first == step else f"{cause.brief}: the same cause as at step {first}"
 
 
 class Voice(Sink):
