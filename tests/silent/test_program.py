@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,16 @@ def test_a_closed_guard_leaves_no_hook_behind() -> None:
     guard.close()
 
     assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == before
+
+
+def test_functions_of_torch_that_are_listened_to_can_be_pickled() -> None:
+    """`worker_init_fn=torch.manual_seed` goes to spawned workers in a pickle."""
+    model = program_cases.make_model()
+    with Guard(model, torch.optim.SGD(model.parameters(), 0.1)) as guard:
+        guard.step(program_cases.compute_loss, model, next(program_cases.make_batches(1)))
+
+    for heard in (torch.save, nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        imported_before = heard.__wrapped__
+        assert pickle.loads(pickle.dumps(imported_before)) is imported_before
+        assert pickle.loads(pickle.dumps(heard)) is heard
+    assert pickle.loads(pickle.dumps(torch.manual_seed)) is torch.manual_seed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 HABITS = """
-import difflib, gc, os, sys, weakref
+import difflib, gc, os, pickle, sys, weakref
 import torch
 
 print("own module:", difflib.MARK)
@@ -34,6 +34,9 @@ gc.collect()
 gc.disable()
 print("freed:", [ref() is None for ref in train(10)])
 gc.enable()
+functions = [torch.save, torch.nn.utils.clip_grad_norm_, torch.set_rng_state]
+functions += [torch.autograd.backward, torch.nn.utils.clip_grad.clip_grad_norm_, torch.multiprocessing.start_processes]
+print("pickled:", [pickle.loads(pickle.dumps(function)) is function for function in functions])
 os.chdir("/")
 """
 
@@ -97,3 +100,8 @@ def test_weights_and_attributes_of_the_optimizer_are_those_of_a_plain_run(pair: 
 def test_the_record_is_named_from_where_the_run_was_started(pair: Pair) -> None:
     """The script has gone to another folder, the user's shell has not."""
     assert pair.ours.stderr.splitlines()[-1].endswith("; steadygrad report run/trial-2")
+
+
+def test_functions_of_torch_can_be_pickled_as_before(pair: Pair) -> None:
+    """An object may hold one of them and go to a spawned process."""
+    assert pair.take("pickled:") == f"pickled: {[True] * 6}", pair.ours.stderr

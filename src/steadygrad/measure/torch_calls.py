@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import inspect
 import math
 import threading
 import weakref
@@ -140,14 +140,13 @@ def install() -> None:
     _is_installed = True
     # Tensor.backward looks this name up at each call, so it is heard too.
     _wrap(torch.autograd, "backward", _around_backward)
-    # Both places hold the same original, and each is wrapped by itself: a call is heard once.
-    for place, name in itertools.product((nn.utils, nn.utils.clip_grad), ("clip_grad_norm_", "clip_grad_value_")):
-        _wrap(place, name, _around_clip)
-    for place in (torch, torch.serialization):
-        _wrap(place, "save", _around_save)
+    # Where programs find them, not where they are defined: pickle looks there for a function that was imported before.
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        _wrap(nn.utils, name, _around_clip)
+    _wrap(torch, "save", _around_save)
     _wrap(AveragedModel, "forward", _around_average)
-    for place in (torch, torch.random):
-        _wrap(place, "manual_seed", _around_seed)
+    _wrap(torch, "manual_seed", _around_seed)
+    for place in (torch, torch.random):  # fork_rng calls the one where it is defined
         _wrap(place, "set_rng_state", _around_restore)
 
 
@@ -160,6 +159,8 @@ def _wrap(place: Any, name: str, around: Callable[..., Any]) -> None:
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
 
+    if inspect.ismodule(place):
+        wrapped.__module__ = place.__name__  # pickle finds a function by this: the seed of spawned workers, for one
     setattr(place, name, wrapped)
 
 

@@ -447,6 +447,8 @@ def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
 
+    if inspect.ismodule(place):
+        replaced.__module__ = place.__name__  # where pickle looks for it: torch defines some of these elsewhere
     setattr(place, name, replaced)
 
 
