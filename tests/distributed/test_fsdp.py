@@ -198,7 +198,7 @@ def make_refused() -> list[str]:
 def test_a_strategy_that_needs_whole_rows_is_refused_by_name_before_the_first_step() -> None:
     for told in run_ranks(make_refused, 2):
         assert "AdaptiveUnitClip" in told[0]
-        assert "shards" in told[0]
+        assert "is sharded" in told[0]
 
 
 def roll_back_after_evaluation() -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_its_own_tests_pass(project: Path) -> None:
     ("name", "words"),
     [
         ("my-training", "Use letters, digits and _: my_training"),
-        ("torch", "exists"),
+        ("torch", "existing"),
         ("class", "train_class"),
         ("3d", "train_3d"),
     ],

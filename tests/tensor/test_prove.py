@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from steadygrad import Action, Guard, GuardConfig, Policy, ProveConfig, Severity, SnapshotConfig
 from steadygrad.facts import Answer, Finding
 from steadygrad.prove.comparison import Comparison
+from steadygrad.prove.outside import OutsideWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 HARM, STEPS = 150, 230
@@ -532,3 +533,10 @@ def test_a_replay_prints_and_logs_nothing(capsys: pytest.CaptureFixture[str]) ->
 
     train(Loop(), step)
     assert capsys.readouterr().out.count("step\n") == STEPS
+
+
+def test_weights_that_were_gathered_from_shards_and_freed_are_not_read() -> None:
+    """FSDP leaves such a parameter without memory: reading it would end the process."""
+    gathered = nn.Parameter(torch.ones(1 << 20))
+    gathered.untyped_storage().resize_(0)
+    assert not OutsideWeights().have_moved([gathered], own=[])

@@ -96,18 +96,21 @@ class Effects:
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.obstacle: str | None = None
         """Why the function must not be run again; None when it may."""
+        self.unread = ""
+        """Name of an object that could not be looked at; a run may change it, unnoticed."""
         self._undo: list[Callable[[], Any]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # an id identifies an object only while it is alive
         self._array_bytes = 0
         self._todo: list[tuple[Any, str]] = [(fn, "the function"), (args, "an argument"), (dict(kwargs), "an argument")]
         while self._todo and self.obstacle is None:
+            thing, name = self._todo.pop()
             try:
-                self._look(*self._todo.pop())
+                self._look(thing, name)
             except MemoryError:  # of a copy of ours: the original could not be put back
                 raise
             except Exception:  # the code of an object of the program's; that one is left as the replay leaves it
-                continue
+                self.unread = self.unread or name
         # Stopped at an obstacle, it may still refer to the program's objects.
         self._todo.clear()
 

@@ -25,7 +25,7 @@ class OutsideWeights:
         known = {id(parameter) for parameter in own}
         moved = False
         for parameter in read:
-            if id(parameter) not in known:
+            if id(parameter) not in known and _is_there(parameter):
                 # By value: averages and target networks are often written through `.data`, which no counter shows.
                 total = float(parameter.detach().sum(dtype=_choose_sum(parameter)))
                 moved |= self._sums.setdefault(parameter, total) != total
@@ -35,6 +35,11 @@ class OutsideWeights:
 def is_outside_candidate(tensor: Tensor) -> bool:
     """Return whether a tensor can be a parameter of another training; sharded ones have types of their own."""
     return type(tensor) is nn.Parameter and tensor.layout is torch.strided
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Return whether it has memory: FSDP frees that of weights which it gathered for a forward, and reading crashes."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def _choose_sum(tensor: Tensor) -> torch.dtype:

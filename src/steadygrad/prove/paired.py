@@ -97,6 +97,8 @@ class PairedTest:
                 f"the step function cannot be run again: {effects.obstacle}",
                 "To get a proof, draw the batch outside the function and pass it as an argument.",
             )
+        if effects.unread:
+            raise CannotTestError(f"{effects.unread} cannot be read, so what a test does to it could not be undone")
         return [
             dataclasses.replace(
                 Step.of(capture),
@@ -133,6 +135,8 @@ class PairedTest:
         if changed:
             # A queue, a teacher, a target network: shaped by the present weights, it would be unfair to earlier ones.
             raise CannotTestError("the step function keeps its own state from call to call")
+        # Weights that the forward gathered from shards look like another model's until they are freed.
+        settle_shards(self.model)
         if self._outside.have_moved(listener.parameters.values(), self._list_own()):
             raise CannotTestError("the loss depends on weights that are trained elsewhere (a critic, a teacher)")
         earlier = self._draws.setdefault(number, listener.draws)

@@ -10,6 +10,7 @@ import atexit
 import builtins
 import contextlib
 import importlib.machinery
+import itertools
 import os
 import runpy
 import shutil
@@ -21,6 +22,9 @@ from pathlib import Path
 
 from steadygrad.adapters.scripts.own_path import give_way, note_path
 from steadygrad.errors import UsageError
+
+WRAPPERS = ("steadygrad.adapters.scripts.", "steadygrad.measure.torch_calls", "steadygrad.measure.loads")
+"""Modules whose functions stand in for those of torch."""
 
 
 def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
@@ -106,13 +110,17 @@ def _run_file(target: str) -> None:
 
 
 def _drop_wrappers(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the traceback without the functions by which a Session has replaced some of torch's."""
-    if trace is None:
-        return None
-    trace.tb_next = _drop_wrappers(trace.tb_next)
-    is_ours = Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent
-    # The last one stays: an error that began in our own code must say so.
-    return trace.tb_next if is_ours and trace.tb_next is not None else trace
+    """Return the traceback without the functions by which some of torch's were replaced."""
+    kept: list[types.TracebackType] = []
+    while trace is not None:
+        # The last one stays: an error that began in our own code must say so.
+        if trace.tb_next is None or not str(trace.tb_frame.f_globals.get("__name__")).startswith(WRAPPERS):
+            kept.append(trace)
+        trace = trace.tb_next
+    for one, following in itertools.pairwise([*kept, None]):
+        assert one is not None
+        one.tb_next = following
+    return kept[0] if kept else None
 
 
 def _find_own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
