@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,7 @@ def test_modules_in_the_current_directory_are_not_run(tmp_path: Path, monkeypatc
     here.mkdir()
     (here / "json.py").write_text(f"open({str(trace)!r}, 'w'); from this_is_not_json import *")
     monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [".", *sys.path])  # as a program may have it that was started elsewhere
     monkeypatch.setattr(together, "WORTH_BYTES", 1)
 
     found = together.read_together([tmp_path / "run" / "steps.jsonl"], 100)

@@ -18,6 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[3]
+"""The folder that steadygrad was imported from."""
 WORTH_BYTES = 48 << 20
 """Smaller files are read sooner than processes start."""
 MAX_PROCESSES = 8
@@ -77,8 +79,8 @@ def _read_apart(part: Part, max_buckets: int) -> Any:
     # -P: modules in the current directory, such as a json.py, must not be run
     command = [sys.executable, "-P", "-c", "from steadygrad.view.read.worker import main; main()"]
     given = [str(part.path), str(part.start), str(part.end), str(max_buckets)]
-    # The worker must find the same steadygrad, also where it was put on the path by hand
-    paths = os.pathsep.join(path for path in sys.path if path)
+    # The worker must find the same steadygrad, also where it was put on the path by hand; "." is another folder by now
+    paths = os.pathsep.join([*filter(os.path.isabs, sys.path), str(ROOT)])
     done = subprocess.run(
         [*command, *given], check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
     )
