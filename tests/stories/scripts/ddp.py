@@ -1,6 +1,7 @@
 """Data-parallel training, started by torchrun or by mp.spawn; the batch of one rank may be NaN at one step."""
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -8,15 +9,12 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-kept = []  # a group that ends while its own thread waits for the GIL is waited for without end (pytorch issue 38228)
-
 
 def train(args, **group):
     dist.init_process_group("gloo", **group)
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
-    kept.append(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(rank)
     for step in range(6):
@@ -28,6 +26,8 @@ def train(args, **group):
         optimizer.step()
     torch.save({"model": model.module.state_dict()}, f"{args.out}.{rank}")
     dist.destroy_process_group()
+    # A group whose own thread waits for the GIL while the interpreter ends hangs or aborts (pytorch issue 38228).
+    os._exit(0)
 
 
 def train_spawned(rank, args):
