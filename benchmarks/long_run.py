@@ -352,6 +352,7 @@ def main() -> None:
         if args.only in name:
             steps = args.steps or (scenario.steps // 10 if args.quick else scenario.steps)
             table[name] = run_scenario(name, args.device, steps, args.without)
+            write_results(f"long_run_{args.device}", table, quick=args.quick or bool(args.only))
     print("\nwritten:", write_results(f"long_run_{args.device}", table, quick=args.quick or bool(args.only)))
 
 

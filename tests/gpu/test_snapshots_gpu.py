@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steadygrad.act import pinned_memory
 from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
@@ -251,3 +253,34 @@ def test_a_copy_that_is_staged_on_the_device_holds_the_state_as_it_was() -> None
     training.snapshots.restore()
     after = training.look()
     assert_equal({k: v for k, v in after.items() if k != "rng"}, {k: v for k, v in before.items() if k != "rng"})
+
+
+@pytest.mark.parametrize("is_ranked", [False, True], ids=["alone", "ranks"])
+def test_training_never_waits_for_memory_that_is_still_being_pinned(
+    monkeypatch: pytest.MonkeyPatch, is_ranked: bool
+) -> None:
+    pin = pinned_memory.pin
+
+    def pin_slowly(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:
+        time.sleep(0.15)
+        return pin(size, events)
+
+    config = SnapshotConfig(good_after=1, every=10, keep=3)
+    training = Training(width=2048, config=config)
+    if is_ranked:
+        training.snapshots._ring._agree = set
+    taken, longest = [], 0.0
+    for step in range(200):
+        if step == 1:
+            monkeypatch.setattr(pinned_memory, "pin", pin_slowly)
+        begin = time.monotonic()
+        if training.snapshots.due(step) and training.snapshots.take(step):
+            taken.append(step)
+        if step > 0:
+            longest = max(longest, time.monotonic() - begin)
+        training.train([torch.randn(8, 2048, device="cuda")])
+        training.snapshots.healthy_step(step)
+        time.sleep(0.02)
+    assert longest < 0.12, "a block alone takes 0.15 s"
+    assert len(taken) >= 2, taken
+    assert not is_ranked or all(step % 5 == 0 for step in taken), "ranks take theirs at the same steps"

@@ -66,6 +66,11 @@ class PinnedMemory:
         """Return each size's (block, offset), and the sizes of the blocks that would have to be added."""
         return plan_blocks(tuple(self._sizes), tuple(sizes), self._pinned)
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the thread of `prepare` is at work: `make_room` would wait for it."""
+        return self._thread is not None and self._thread.is_alive()
+
     def prepare(self, sizes: Sequence[int], then: Callable[[], None] | None = None) -> None:
         """Have a thread allocate blocks for tensors of these sizes, a little at a time: `make_room` need not wait then.
 

@@ -45,6 +45,16 @@ class SnapshotRing:
         return sum(memory.num_bytes for memory in (*(s.pinned_memory for s in kept.values()), *self.spare))
 
     @property
+    def is_ranked(self) -> bool:
+        """Whether other ranks take snapshots as well."""
+        return self._agree is not None
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether memory for the next one is being pinned."""
+        return any(memory.is_preparing for memory in self.spare)
+
+    @property
     def has_place(self) -> bool:
         """Whether one more may be taken: there is room, or a snapshot that can be given up."""
         return len(self.held) < self.limit or self._find_victim() is not None

@@ -7,6 +7,7 @@ whole graph. Only before backward: afterwards the saved tensors are gone. Reads 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -226,7 +227,12 @@ def find_shape(node: Any) -> tuple[int, ...]:
 
 def shorten(node: Any) -> str:
     """Return the name of a node's op: 'Addmm'."""
-    return _ENDING.sub("", node.name())
+    return _shorten(node.name())
+
+
+@functools.lru_cache(maxsize=4096)  # a graph has thousands of nodes, and torch a few hundred kinds of them
+def _shorten(name: str) -> str:
+    return _ENDING.sub("", name)
 
 
 def read_dim(node: Any) -> int:

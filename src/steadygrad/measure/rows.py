@@ -16,6 +16,7 @@ from steadygrad.measure.transfer import Ticket, Transfer
 
 PIECE = 1 << 23
 """Elements of a tensor that are measured together: bounds temporary memory to a few times 64 MiB."""
+PLAIN = (Tensor, nn.Parameter)
 
 
 class PendingRows:
@@ -57,8 +58,8 @@ def send_rows(rows: Mapping[str, Tensor], transfer: Transfer | None = None) -> P
 def is_readable(tensor: Tensor) -> bool:
     """Return whether `tensor` has plain local elements: not sparse, nested, sharded, quantized, on meta or lazy."""
     return not (
-        nn.parameter.is_lazy(tensor)
-        or is_dtensor(tensor)
+        # A plain type is asked first: a scan asks this of every tensor of a model.
+        (type(tensor) not in PLAIN and (nn.parameter.is_lazy(tensor) or is_dtensor(tensor)))
         or tensor.is_nested
         or tensor.layout is not torch.strided
         or tensor.is_quantized
