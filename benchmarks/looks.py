@@ -1,0 +1,149 @@
+"""What a look costs: every hundredth step, weights, Adam's ratio, inputs and activations are measured as well.
+
+GPTs of different numbers of tensors under a Guard with every default, eager, bf16 autocast and fused AdamW on CUDA; a
+small one in fp32 on the CPU. A look is queued in one step and read in the next, so its cost is what those two steps
+take more than two ordinary ones. `host` waits for the device before each step, so that only the host's own work is
+left; `step` does not. The kernels that a look launches are counted by torch's profiler, in a step with a look and in
+one without.
+
+    python benchmarks/looks.py [--device cuda|cpu] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+from machine import describe_machine, write_results
+from models import GPT, SHAPES
+from steadygrad import Guard
+
+EVERY = 100
+"""Steps from look to look, as by default."""
+MODELS = {
+    "cuda": {"GPT-2 124M": (12, 8, 1024), "43M, 1154 small tensors": (6, 8, 256)},
+    "cpu": {"10M": (8, 2, 128)},
+}
+"""Name of the shapes: heads, batch size, tokens."""
+
+
+class Training:
+    """A guarded GPT, stepped and timed."""
+
+    def __init__(self, name: str, device: str) -> None:
+        heads, size, tokens = MODELS[device][name]
+        torch.manual_seed(0)
+        self._device = device
+        self._model = GPT(*SHAPES[name], heads=heads, context=tokens).to(device)
+        self.num_tensors = len(list(self._model.parameters()))
+        optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
+        self._guard = Guard(self._model, optimizer)
+        self._batches = [torch.randint(SHAPES[name][2], (size, tokens + 1), device=device) for _ in range(16)]
+        self._num_steps = 0
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        on_cuda = self._device == "cuda"
+        with torch.autocast("cuda", dtype=torch.bfloat16) if on_cuda else contextlib.nullcontext():
+            loss: Tensor = self._model(batch)
+            return loss
+
+    def step(self) -> None:
+        self._guard.step(self._loss, self._batches[self._num_steps % 16])
+        self._num_steps += 1
+
+    def step_to_look(self) -> None:
+        """Step until the next step looks."""
+        while not self._num_steps or self._num_steps % EVERY:
+            self.step()
+
+    def wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def time_host(self) -> list[float]:
+        """Return milliseconds of the host for EVERY steps from a look on."""
+        self.step_to_look()
+        times = []
+        for _ in range(EVERY):
+            self.wait()
+            begin = time.perf_counter()
+            self.step()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return times
+
+    def time_steps(self) -> list[float]:
+        """Return milliseconds of EVERY steps from a look on: between two events on CUDA, of the clock elsewhere."""
+        self.step_to_look()
+        if self._device != "cuda":
+            return self.time_host()
+        self.wait()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(EVERY + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.step()
+            event.record()
+        self.wait()
+        return [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
+
+    def count_launches(self) -> dict[str, int]:
+        """Return how many kernels and copies one step with a look starts, and one without."""
+        found = {}
+        for which in ("with", "without"):
+            if which == "with":
+                self.step_to_look()
+            self.wait()
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+                self.step()
+                self.wait()
+            found[which] = sum(event.device_type == DeviceType.CUDA for event in profiled.events())
+            self.step()
+        return found
+
+
+def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
+    """Time `rounds` looks in each way."""
+    training = Training(name, device)
+    training.step_to_look()
+    training.step()  # the first look, with what is made once
+    host = [training.time_host() for _ in range(rounds)]
+    steps = [training.time_steps() for _ in range(rounds)]
+    launches = training.count_launches() if device == "cuda" else {}
+    return {"num_tensors": training.num_tensors, "host": compare(host), "step": compare(steps), "launches": launches}
+
+
+def compare(rounds: list[list[float]]) -> dict[str, Any]:
+    """Return what each look took more than two ordinary steps, beside the ordinary step."""
+    usual = statistics.median(time for times in rounds for time in times[2:])
+    looks = [sum(times[:2]) - 2 * usual for times in rounds]
+    return {"usual_ms": usual, "looks_ms": looks, "mean_ms": statistics.fmean(looks), "worst_ms": max(looks)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--quick", action="store_true", help="one look of each kind; nothing is written")
+    args = parser.parse_args()
+    print(describe_machine())
+    table = {}
+    for name in MODELS[args.device]:
+        found = table[name] = measure(name, args.device, 1 if args.quick else 3)
+        host, step, launches = found["host"], found["step"], found["launches"]
+        print(
+            f"{name}, {found['num_tensors']} tensors: host {host['mean_ms']:+.2f} ms (worst {host['worst_ms']:+.2f}, "
+            f"ordinary step {host['usual_ms']:.2f}); step {step['mean_ms']:+.2f} ms (worst {step['worst_ms']:+.2f}, "
+            f"ordinary {step['usual_ms']:.2f}); kernels and copies {launches}",
+            flush=True,
+        )
+    print("\nwritten:", write_results(f"looks_{args.device}", table, quick=args.quick))
+
+
+if __name__ == "__main__":
+    main()
