@@ -1,9 +1,9 @@
-"""What a look costs: every hundredth step, weights, Adam's ratio, inputs and activations are measured as well.
+"""What a look costs: by default every hundredth step, weights, Adam's ratio, inputs and activations are measured too.
 
-GPTs of different numbers of tensors under a Guard with every default, eager, bf16 autocast and fused AdamW on CUDA; a
-small one in fp32 on the CPU. A look is queued in one step and read in the next, so its cost is what those two steps
-take more than two ordinary ones. `host` waits for the device before each step, so that only the host's own work is
-left; `step` does not. The kernels that a look launches are counted by torch's profiler, in a step with a look and in
+GPTs of different numbers of tensors under a Guard that looks every 20 steps, eager, bf16 autocast and fused AdamW on
+CUDA; a small one in fp32 on the CPU. A look is queued in one step and read in the next, so its cost is what those two
+steps take more than two ordinary ones. `host` waits for the device before each step, so that only the host's own work
+is left; `step` does not. The kernels that a look launches are counted by torch's profiler, in a step with a look and in
 one without.
 
     python benchmarks/looks.py [--device cuda|cpu] [--quick]
@@ -24,10 +24,10 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from machine import describe_machine, write_results
 from models import GPT, SHAPES
-from steadygrad import Guard
+from steadygrad import Guard, GuardConfig, MeasureConfig, SnapshotConfig
 
-EVERY = 100
-"""Steps from look to look, as by default."""
+EVERY = 20
+"""Steps from look to look."""
 MODELS = {
     "cuda": {"GPT-2 124M": (12, 8, 1024), "43M, 1154 small tensors": (6, 8, 256)},
     "cpu": {"10M": (8, 2, 128)},
@@ -45,7 +45,8 @@ class Training:
         self._model = GPT(*SHAPES[name], heads=heads, context=tokens).to(device)
         self.num_tensors = len(list(self._model.parameters()))
         optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
-        self._guard = Guard(self._model, optimizer)
+        config = GuardConfig(measure=MeasureConfig(scan_every=EVERY), snapshots=SnapshotConfig(enabled=False))
+        self._guard = Guard(self._model, optimizer, config=config)
         self._batches = [torch.randint(SHAPES[name][2], (size, tokens + 1), device=device) for _ in range(16)]
         self._num_steps = 0
 
@@ -134,7 +135,7 @@ def main() -> None:
     print(describe_machine())
     table = {}
     for name in MODELS[args.device]:
-        found = table[name] = measure(name, args.device, 1 if args.quick else 3)
+        found = table[name] = measure(name, args.device, 1 if args.quick else 6)
         host, step, launches = found["host"], found["step"], found["launches"]
         print(
             f"{name}, {found['num_tensors']} tensors: host {host['mean_ms']:+.2f} ms (worst {host['worst_ms']:+.2f}, "

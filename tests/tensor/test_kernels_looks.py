@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from training import DEVICES, loss_of, make_batches, make_model
 
 from steadygrad.measure.kernels import looks
+from steadygrad.measure.leading import AdamWatch
 from steadygrad.measure.leading import _measure as measure_rms
 
 triton_looks = pytest.importorskip("steadygrad.measure.kernels.triton_looks")
@@ -94,3 +95,30 @@ def test_the_rms_before_the_first_step_of_adam_is_nan() -> None:
         weight, {"betas": (0.9, 0.999)}, {"step": torch.zeros(()), "exp_avg_sq": torch.zeros(8, device=DEVICE)}
     )
     assert triton_looks.RmsLook([state]).look([state]).isnan().all()
+
+
+def test_many_tensors_in_host_memory_equal_one_after_the_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3,), (700, 300), (), (1,), (looks.CHUNK,), (looks.CHUNK + 1,), (0, 4), (3 * looks.CHUNK,)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors += [t.to(d) for t in tensors[:3] for d in (torch.bfloat16, torch.float64, torch.complex64)]
+    tensors += [torch.randn(5, 7).t(), torch.tensor([1.0, math.nan, math.inf]), torch.full((4,), 3e38)]
+    hashed = [i % 5 != 2 for i in range(len(tensors))]
+    numbers, hashes = looks.look_at(tensors, hashed)
+    expected = torch.stack([looks._measure(tensor) for tensor in tensors])
+    torch.testing.assert_close(numbers, expected, rtol=0, atol=0, equal_nan=True)
+    assert hashes.tolist() == [int(looks.hash_bits(t)) if yes else 0 for t, yes in zip(tensors, hashed)]
+
+
+def test_adams_ratio_of_many_tensors_in_host_memory_equals_one_after_the_other() -> None:
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in [(3,), (40, 7), (1,)]]
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-3)
+    watch = AdamWatch([optimizer], [(str(i), p) for i, p in enumerate(parameters)])
+    for num_steps in range(1, 4):
+        for i, p in enumerate(parameters):
+            p.grad = torch.randn_like(p) * 10.0 ** -(2 * i)
+        optimizer.step()
+        found, group = watch.measure(), optimizer.param_groups[0]
+        assert found is not None
+        expected = {str(i): float(measure_rms(p, group, optimizer.state[p])) for i, p in enumerate(parameters)}
+        assert found.read() == pytest.approx(expected, rel=1e-6), num_steps

@@ -41,13 +41,13 @@ class AdamRms(Remembering):
         for name, rms in fact.adam_rms.items():
             if not 0 < rms < math.inf:  # NaN fails this too
                 continue
-            baseline = self._baselines[name]
-            # Scored before it is admitted: a value must not be part of what it is compared with
-            score, usual = baseline.score(math.log(rms)), math.exp(baseline.median) if len(baseline) else math.inf
-            baseline.admit(math.log(rms))
+            baseline, size = self._baselines[name], math.log(rms)
             if rms > self._config.adam_rms:
+                # Scored before it is admitted: a value must not be part of what it is compared with
+                score, usual = baseline.score(size), math.exp(baseline.median) if len(baseline) else math.inf
                 far = score > self._config.outlier_score and rms > self._config.adam_rms_ratio * usual
                 high[name] = (far, rms, usual)
+            baseline.admit(size)
         if not high:
             return
         worst = max(high, key=lambda name: high[name][:2])

@@ -34,6 +34,7 @@ BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
 }
 """The ranges of stock modules; those of Hardtanh and ReLU6 are read from the module."""
 RELU_LIKE = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
+ACTIVATIONS = (*RELU_LIKE, nn.Hardtanh, *BOUNDS)
 CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
 CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.RNNBase)
 OUTPUT = "output:"
@@ -75,12 +76,9 @@ class ActivationWatch:
     def __enter__(self) -> Self:
         self._rows, self._pending = {}, PendingRows()
         self._channels_first_dims = 4  # as for images, until a module shows otherwise
-        if self._handles or _is_compiled(self._model):
-            return self
-        for name, module in self._model.named_modules():
-            if isinstance(module, CHANNELS_FIRST + CHANNELS_LAST) or _is_activation(module):
+        if not self._handles:
+            for name, module in _list_watched(self._model):
                 self._handles.append(module.register_forward_hook(functools.partial(self._observe, name)))
-        self._handles.append(self._model.register_forward_hook(functools.partial(self._observe, OUTPUT)))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -147,12 +145,22 @@ def find_output(output: Any) -> Tensor | None:
     return next((v.detach() for v in fitting if is_readable(v)), None)
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+def _list_watched(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules to watch, the model itself last; none of a model that is compiled."""
+    activations, others = [], []
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            return []
+        if _is_activation(module):
+            activations.append((name, module))
+        elif isinstance(module, CHANNELS_FIRST + CHANNELS_LAST):
+            others.append((name, module))
+    # The others only say which dimension the units of an activation are in.
+    return [*(others if activations else ()), *activations, (OUTPUT, model)]
 
 
 def _is_activation(module: nn.Module) -> bool:
-    return isinstance(module, RELU_LIKE) or _find_bounds(module) is not None
+    return isinstance(module, ACTIVATIONS)
 
 
 def _find_bounds(module: nn.Module) -> tuple[float, float] | None:

@@ -1,6 +1,6 @@
 """The batch of a training step -> an InputScan: statistics of its tensors, however they are nested.
 
-Each tensor becomes five numbers on its own device, sent with one asynchronous copy, so a scan waits for nothing on
+Each tensor becomes six numbers on its own device, sent with one asynchronous copy, so a scan waits for nothing on
 CUDA; it reads the batch a few times, which is cheap enough every N steps and on incidents. What cannot be read is left
 out, and no failure here reaches the training. Reads only.
 """
@@ -22,6 +22,9 @@ MAX_TENSORS = 32
 """Most tensors of a batch to scan."""
 IGNORE_INDEX = -100
 """Label that torch's losses ignore by default."""
+NUM_COLUMNS = 6
+"""Numbers of a tensor: elements that are not finite, 0, 1, `IGNORE_INDEX`; the least and the largest."""
+LOW, HIGH = 4, 5
 PLAIN_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -65,48 +68,45 @@ def scan_inputs(
 
 @torch.no_grad()
 def _measure(tensor: Tensor) -> Tensor:
-    """Return num_nonfinite, max_abs, num_zeros, num_ignored, num_binary: float64 [5] on the tensor's device."""
+    """Return float64 [6] on the tensor's device: the columns below."""
     if not tensor.numel():
-        return torch.zeros(5, dtype=torch.float64, device=tensor.device)
+        return torch.zeros(NUM_COLUMNS, dtype=torch.float64, device=tensor.device)
     is_floating = tensor.is_floating_point() or tensor.is_complex()
     measure = _measure_floats if is_floating else _measure_integers
-    table = torch.stack([measure(piece) for piece in split_flat(tensor)])  # [pieces, 5]
-    sums, largest = table.sum(0), table[:, 1].amax()
-    return torch.stack([sums[0], largest, sums[2], sums[3], sums[4]])
+    pieces = [measure(piece) for piece in split_flat(tensor)]
+    if len(pieces) == 1:
+        return pieces[0]
+    table = torch.stack(pieces)  # [pieces, 6]
+    return torch.cat([table[:, :LOW].sum(0), table[:, LOW].amin(0, keepdim=True), table[:, HIGH].amax(0, keepdim=True)])
 
 
 def _measure_floats(x: Tensor) -> Tensor:
     x = x if x.dtype in PLAIN_FLOATS else x.float()  # float8 has few operators
     finite = x.isfinite()
-    values = torch.where(finite, x, 0.0)
-    num_zeros = (x == 0).sum()
-    ignored = num_zeros.new_zeros(())
-    return _row((~finite).sum(), _max_abs(values), num_zeros, ignored, num_zeros + (x == 1).sum())
+    counts = torch.stack([~finite, x == 0, x == 1, torch.zeros_like(finite)]).sum(1)
+    return torch.cat([counts.double(), *_find_range(torch.where(finite, x, 0.0))])
 
 
 def _measure_integers(x: Tensor) -> Tensor:
     x = x.to(torch.int64)  # unsigned ones have few operators, and uint8 cannot be compared with -100
-    num_zeros = (x == 0).sum()
-    nonfinite = num_zeros.new_zeros(())
-    return _row(nonfinite, _max_abs(x), num_zeros, (x == IGNORE_INDEX).sum(), num_zeros + (x == 1).sum())
+    zero = x == 0
+    counts = torch.stack([torch.zeros_like(zero), zero, x == 1, x == IGNORE_INDEX]).sum(1)
+    return torch.cat([counts.double(), *_find_range(x)])
 
 
-def _max_abs(x: Tensor) -> Tensor:
-    return torch.maximum(x.amax().double(), -x.amin().double())  # abs() of the smallest integer overflows to itself
-
-
-def _row(*numbers: Tensor) -> Tensor:
-    return torch.stack([number.double() for number in numbers])
+def _find_range(x: Tensor) -> list[Tensor]:
+    """Return the least and the largest element. Not the largest of abs(): the smallest integer has none."""
+    return [one.double().reshape(1) for one in x.aminmax()]
 
 
 def _describe(numel: int, is_floating: bool, row: Sequence[float]) -> InputStats:
-    nonfinite, max_abs, zeros, ignored, binary = row
+    nonfinite, zeros, ones, ignored, low, high = row
     return InputStats(
         numel=numel,
         num_nonfinite=int(nonfinite),
-        max_abs=max_abs,
+        max_abs=max(high, -low),
         num_zeros=int(zeros),
         num_ignored=int(ignored),
         is_floating=is_floating,
-        is_binary=0 < numel == int(binary),
+        is_binary=0 < numel == int(zeros + ones),
     )

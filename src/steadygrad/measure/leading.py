@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.measure.meter import triton_is_usable
-from steadygrad.measure.rows import PendingRows, is_readable, send_rows, split_flat
+from steadygrad.measure.rows import PIECE, PLAIN, PendingRows, is_readable, send_rows, split_flat
 from steadygrad.measure.transfer import Transfer
 
 
@@ -48,15 +48,17 @@ class AdamWatch:
 
     @torch.no_grad()
     def compile(self) -> None:
-        """Compile what the first measurement will need; do nothing without kernels, or without Adam."""
+        """Compile and lay out what the first measurement will need; do nothing without kernels, or without Adam."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if "betas" in group]
-        kinds = {(p.dtype, p.device) for group in groups for p in group["params"] if p.is_cuda}
+        trained = [p for group in groups for p in group["params"] if id(p) in self._names and p.requires_grad]
         with contextlib.suppress(Exception):  # a dtype without kernels; measuring then falls back to plain torch
-            if kinds and triton_is_usable():
+            if trained and trained[0].is_cuda and triton_is_usable():
                 from steadygrad.measure.kernels import triton_looks
 
-                for dtype, device in kinds:
-                    triton_looks.compile_rms(dtype, device)
+                # Gradients and moments will most likely be like their parameters.
+                states = [triton_looks.AdamState(p.detach(), p.detach(), 1.0, 0.9, 1e-8) for p in trained]
+                self._shapes, self._kernels = [state.shape for state in states], triton_looks.RmsLook(states)
+                self._kernels.look(states)
 
     @torch.no_grad()
     def measure(self) -> PendingRms | None:
@@ -66,6 +68,8 @@ class AdamWatch:
             if not held:
                 return None
             rows = self._measure_fast([(p, g, s) for _, p, g, s in held])
+            if rows is None:
+                rows = _measure_on_host([(p, g, s) for _, p, g, s in held])
             if rows is None:
                 rows = torch.cat([_measure(p, g, s).reshape(1).to(held[0][1].device) for _, p, g, s in held])
             return PendingRms(send_rows({"rms": rows}, self._transfer), [name for name, *_ in held])
@@ -112,6 +116,23 @@ def _is_adam(parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) ->
     moment = state.get("exp_avg_sq")
     fits = isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.numel() > 0
     return fits and is_readable(parameter.grad) and not parameter.is_complex()
+
+
+def _measure_on_host(held: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> Tensor | None:
+    """Return float64 [N] of small float32 tensors in host memory, in a few calls for all; None if some are others."""
+    gradients, moments = [p.grad for p, _, _ in held if p.grad is not None], [s["exp_avg_sq"] for _, _, s in held]
+    steps = [state["step"] for _, _, state in held]
+    is_plain = all(type(t) in PLAIN and t.dtype is torch.float32 and not t.is_cuda for t in (*gradients, *moments))
+    is_known = all(not isinstance(step, Tensor) or step.device.type == "cpu" for step in steps)
+    if not (is_plain and is_known) or sum(moment.numel() for moment in moments) > PIECE:
+        return None
+    roots = [math.sqrt(1.0 - float(group["betas"][1]) ** float(step)) for (_, group, _), step in zip(held, steps)]
+    scales = torch._foreach_sqrt(moments)
+    # Multiplied, not divided: by a list of numbers that is one call; NaN before the first step.
+    torch._foreach_mul_(scales, [1.0 / root if root else math.nan for root in roots])
+    torch._foreach_clamp_min_(scales, [float(group.get("eps", 1e-8)) for _, group, _ in held])
+    norms = torch._foreach_norm(torch._foreach_div(gradients, list(scales)), 2, torch.float64)
+    return torch.stack([norm / math.sqrt(moment.numel()) for norm, moment in zip(norms, moments)])
 
 
 def _measure(parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:

@@ -234,13 +234,6 @@ class RmsLook:
         return rms
 
 
-def compile_rms(dtype: torch.dtype, device: torch.device) -> None:
-    """Compile the kernels for gradients of this dtype now, so that no step in the middle of a run waits a second."""
-    made = [torch.ones(16, dtype=dtype, device=device) for _ in range(2)]
-    state = AdamState(made[0], made[1], 1.0, 0.9, 1e-8)
-    RmsLook([state]).look([state])
-
-
 def _bits(number: float) -> int:
     """Return the bits of a float64 as an integer."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
