@@ -2,8 +2,10 @@
 
 Every recipe's own model, loss, optimizer and clipping, on batches made here: seo on pages of 4096 words, clip6d with
 six modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 267M parameters, sft
-of a Llama of 1.1B built from a config, with LoRA. After the timed steps one batch is poisoned: its step must be
-skipped without touching a weight, its cause named, and the next steps must train on.
+of a Llama of 1.1B built from a config, with LoRA. A step's time is the mean over four seconds from the fifth step on:
+a guarded one has the scans of a run's beginning and the first snapshot in it, and a plain one is clipped the same way.
+After the timed steps one batch is poisoned: its step must be skipped without touching a weight, its cause named, and
+the next steps must train on.
 
     python benchmarks/recipes_gpu.py [--only seo,cod] [--device cuda|cpu] [--minutes 7.5] [--quick]
 

@@ -92,7 +92,7 @@ def summarise_long_run(results: Results) -> list[Row]:
     """Means of whole runs, with every look, snapshot and record in them."""
     on_cpu = any(RUN in one["ways"] for one in results.values())
     what = "CPU, more than plain" if on_cpu else "GPU, against plain"
-    names = ", ".join(name.split(",")[0] for name in results)
+    names = ", ".join(name.split(",")[0].split(" B=")[0] for name in results)
     ours, stock = (_show_means(results, way, on_cpu=on_cpu) for way in (EVERYTHING, "clip_grad_norm_"))
     return [(f"Mean step of a whole run ({what}: {names})", ours, f"clip_grad_norm_ {stock}")]
 

@@ -71,6 +71,7 @@ class ProgramWatch:
         self._next_step = self._num_backwards = self._num_calls = 0
         self._is_inside = self._has_batch = self._has_sample_labels = self._may_differentiate = False
         self._has_function = False  # whether steps are made from a function, which training forwards are then inside of
+        self._is_causal_by_flags = False
         self._given: frozenset[int] = frozenset()
         self._last_loss: float | None = None
         self._loss: weakref.ref[Tensor] | None = None
@@ -227,7 +228,7 @@ class ProgramWatch:
         self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
-            masks = list(find_masks(loss)) if is_full and call.tokens is not None else []
+            masks = self._list_masks(loss) if is_full and call.tokens is not None else []
             pending = scan_labels(
                 labels,
                 call,
@@ -245,6 +246,14 @@ class ProgramWatch:
                 self._try(self._row_gradients.note, step, loss, look.labels[0], inputs)
             if self._may_differentiate and (number == 1 or self._next_token.wants_more):
                 self._try(self._next_token.note, step, loss, look.labels[0])
+
+    def _list_masks(self, loss: Tensor) -> list[Tensor | bool]:
+        """Return the masks of attention; a model that is causal by flags alone is not searched again."""
+        if self._is_causal_by_flags:
+            return [True]
+        masks = list(find_masks(loss))
+        self._is_causal_by_flags = bool(masks) and all(mask is True for mask in masks)
+        return masks
 
     def _find_mixed(
         self, step: int, labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]
