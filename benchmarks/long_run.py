@@ -262,6 +262,12 @@ class Child:
             raise RuntimeError(f"the process of {self._process.args} has ended with {self._process.wait()}")
         return json.loads(answer)
 
+    def end(self) -> Any:
+        """Return what it measured, once it has ended: it writes its record until then."""
+        told = self.ask("end")
+        self._process.communicate()
+        return told
+
 
 def run_on_cpu(scenario: str, steps: int, without: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return times, findings and memory of each way."""
@@ -270,7 +276,7 @@ def run_on_cpu(scenario: str, steps: int, without: Sequence[str]) -> tuple[dict[
         for count in list_turns(steps):
             for child in children.values():
                 child.ask(str(count))
-        return {title: child.ask("end") for title, child in children.items()}, {}
+        return {title: child.end() for title, child in children.items()}, {}
 
 
 def serve(scenario: Scenario, title: str) -> None:
