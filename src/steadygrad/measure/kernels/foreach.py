@@ -1,10 +1,11 @@
 """The gradient statistics with stock torch operations: the CPU's implementation, and that of any device without Triton.
 
-On the CPU one pass is really one: the gradient is walked in pieces that stay in cache while three cheap reductions
-read them (BLAS dot, aminmax, BLAS dot of the signs, which counts nonzeros in half of `count_nonzero`'s time), and the
-expensive questions (how many NaN, is it an overflowed square) are asked only of a tensor whose sum of squares is not an
-ordinary number. On other devices nothing may be read back, so every question is asked always. A BLAS dot is also far
-more accurate than `_foreach_norm` on the CPU, which sums serially (4e-4 off at 10M elements).
+On the CPU one pass is really one: the gradient is walked in pieces that stay in cache while cheap reductions read them
+(BLAS dot, the largest and the least magnitude; where that is 0, a dot of the signs, which counts nonzeros in half of
+`count_nonzero`'s time), and the expensive questions (how many NaN, is it an overflowed square) are asked only of a
+tensor whose sum of squares is not an ordinary number. On other devices nothing may be read back, so every question is
+asked always. A BLAS dot is also far more accurate than `_foreach_norm` on the CPU, which sums serially (4e-4 off at 10M
+elements).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from steadygrad.facts import NUM_COLUMNS
 from steadygrad.measure.kernels import reference
 
 PIECE = 1 << 18
-"""Elements in a piece: 1 MiB of fp32, so that the three reductions after the first read it from the cache."""
+"""Elements in a piece: 1 MiB of fp32, so that the reductions after the first read it from the cache."""
 
 ORDINARY = (1e-30, 1e30)
 """Sums of squares in this range lost nothing to over- or underflow in fp32; others are measured again, scaled."""
@@ -50,20 +51,21 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
     numel = flat.numel()
     if numel == 0:
         return (0.0,) * NUM_COLUMNS
-    squares, max_abs, num_nonzero = 0.0, 0.0, 0.0
+    squares, max_abs, num_zeros = 0.0, 0.0, 0.0
     for piece in flat.split(PIECE) if numel > PIECE else (flat,):
         # BLAS accumulates in its input's dtype: half precision would lose the sum.
         wide = piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
-        low, high = torch.aminmax(wide)
-        signs = torch.sign(wide)
         # Each dot product covers one piece in the piece's dtype; the pieces add up in Python's float64.
         squares += torch.dot(wide, wide).item()
-        max_abs = max(max_abs, -low.item(), high.item())
-        num_nonzero += torch.dot(signs, signs).item()  # exact: a piece has fewer elements than fp32 has integers
-    all_zero = squares == 0.0 and num_nonzero == 0.0  # and not only too small to be squared
+        magnitudes = wide.abs()
+        max_abs = max(max_abs, magnitudes.amax().item())
+        if magnitudes.amin() == 0.0:
+            signs = torch.sign(wide)
+            num_zeros += len(wide) - torch.dot(signs, signs).item()  # exact: fewer elements than fp32 has integers
+    all_zero = squares == 0.0 and num_zeros == numel  # and not only too small to be squared
     if not (ORDINARY[0] < squares < ORDINARY[1] or all_zero):  # NaN fails the comparison too
         return tuple(value.item() for value in reference.measure_one(flat))
-    return math.sqrt(squares), max_abs, 0.0, 0.0, numel - num_nonzero
+    return math.sqrt(squares), max_abs, 0.0, 0.0, num_zeros
 
 
 class EndToEnd:
