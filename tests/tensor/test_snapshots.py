@@ -544,10 +544,13 @@ def test_the_settings_are_read_from_plain_values() -> None:
 
 def test_a_large_state_is_not_copied_more_often_early_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
-    snapshots = Snapshots(model, [torch.optim.SGD(model.parameters())], config=SnapshotConfig(every=100))
+    config, optimizers = SnapshotConfig(every=100), [torch.optim.SGD(model.parameters())]
+    snapshots = Snapshots(model, optimizers, config=config)
     snapshots.take(0)
     assert snapshots.effective_every(0) < 100
     monkeypatch.setattr("steadygrad.act.snapshots.DENSE_BYTES", 1)
+    snapshots = Snapshots(model, optimizers, config=config)
+    snapshots.take(0)
     assert snapshots.effective_every(0) == 50, "first at half a period, away from the periodic scans"
     snapshots.take(50)
     assert snapshots.effective_every(50) == 100

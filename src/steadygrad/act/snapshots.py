@@ -76,6 +76,7 @@ class Snapshots:
         self._config = config if config is not None else SnapshotConfig()
         self._ring = SnapshotRing(self._config, agree=agree, num_neighbours=num_neighbours)
         self._sizes: list[int] = []  # of the tensors of a snapshot
+        self._is_large = False  # not asked of the snapshots that are held: all ranks must take theirs at the same steps
         self._lacks_memory = False
         self._template: Template | None = None
         self._last_taken: int | None = None
@@ -112,8 +113,7 @@ class Snapshots:
         A run of 200 steps thus takes about a dozen. Never so dense that the ring is full before its oldest is good. A
         large state, whose copy slows a step measurably, is copied every `every` steps, first after half of them.
         """
-        held = self._ring.held
-        if held and held[-1].pinned_memory.num_bytes > DENSE_BYTES:
+        if self._is_large:
             # From half a period on, so that a snapshot and the periodic scans do not fall on the same step.
             return max(1, self._config.every // 2) if self._last_taken == 0 else self._config.every
         patience = -(-self._config.good_after // max(1, self._ring.limit - 1))
@@ -198,12 +198,17 @@ class Snapshots:
     def _prepare(self) -> None:
         """Have memory pinned in the background for the next snapshot, assuming the state keeps its size."""
         if not self._sizes or self._last_taken == 0:  # the optimizer creates its state in the first step
-            sources = self._collect()[0].sources
-            self._sizes = [source.num_bytes for source in sources if self._is_kept_in_blocks(source)]
+            self._note_sizes(self._collect()[0].sources)
         sizes = self._sizes
         spare = PinnedMemory(pinned=True)
         if self._ring.fits(spare, sizes):
             self._begin_pinning(spare, sizes)
+
+    def _note_sizes(self, sources: Sequence[Source]) -> list[int]:
+        """Remember and return the sizes of the tensors that go into blocks."""
+        self._sizes = [source.num_bytes for source in sources if self._is_kept_in_blocks(source)]
+        self._is_large = sum(self._sizes) > DENSE_BYTES
+        return self._sizes
 
     def _begin_pinning(self, memory: PinnedMemory, sizes: Sequence[int]) -> None:
         # Before the first step it is not known how much device memory training needs.
@@ -232,7 +237,7 @@ class Snapshots:
         """Return a host tensor for each source and one for the check's results; None if there is no memory."""
         self._is_pinned = any(source.tensor.is_cuda for source in sources)  # a model may have moved
         wanted = [source for source in sources if self._is_kept_in_blocks(source)]
-        sizes = self._sizes = [source.num_bytes for source in wanted]
+        sizes = self._note_sizes(sources)
         no_room = self._ring.explain_no_room(sizes, pinned=self._is_pinned)
         if no_room is not None:
             self._switch_off(no_room)
