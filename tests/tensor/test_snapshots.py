@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import random
+import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from training import assert_same, make_batches, snapshot
 
+from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.config import GuardConfig, SnapshotConfig
 from steadygrad.errors import ConfigError, UsageError
+from steadygrad.state.collect import Source
 from steadygrad.state.random_state import capture_random, restore_random
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -554,3 +558,53 @@ def test_a_large_state_is_not_copied_more_often_early_in_a_run(monkeypatch: pyte
     assert snapshots.effective_every(0) == 50, "first at half a period, away from the periodic scans"
     snapshots.take(50)
     assert snapshots.effective_every(50) == 100
+
+
+class Pinned(Snapshots):
+    """Snapshots that take host memory for a device's: blocks are pinned, as far as they know."""
+
+    _is_pinned = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]
+
+    def _is_kept_in_blocks(self, source: Source) -> bool:
+        return source.fits
+
+
+@pytest.mark.parametrize("is_ranked", [False, True], ids=["alone", "ranks"])
+def test_a_snapshot_waits_for_its_memory_and_training_does_not(
+    monkeypatch: pytest.MonkeyPatch, is_ranked: bool
+) -> None:
+    empty, finish, goes_on = torch.empty, PinnedMemory._finish, threading.Event()
+    waits: list[int] = []
+
+    def pin(size: int, _events: object) -> Tensor:
+        goes_on.wait(2)
+        return empty(size, dtype=torch.uint8)
+
+    def finish_and_tell(memory: PinnedMemory) -> None:
+        if memory.is_preparing and step > 0:
+            waits.append(step)
+        finish(memory)
+
+    monkeypatch.setattr("steadygrad.act.pinned_memory.pin", pin)
+    monkeypatch.setattr("steadygrad.act.pinned_memory.PACE", 0.0)
+    monkeypatch.setattr("steadygrad.act.snapshots.look", lambda *_: None)  # the copy looks at them too
+    monkeypatch.setattr(PinnedMemory, "_finish", finish_and_tell)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **kwargs: empty(*sizes, **kwargs))
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = SnapshotConfig(good_after=1, every=10, keep=2)
+    goes_on.set()
+    snapshots = Pinned(model, [optimizer], config=config, agree=set if is_ranked else None)
+    taken = []
+    for step in range(60):
+        if step in (1, 33):  # slow from the second snapshot on; there is time again after step 33
+            goes_on.clear() if step == 1 else goes_on.set()
+        if snapshots.due(step) and snapshots.take(step):
+            taken.append(step)
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        snapshots.healthy_step(step)
+        while step >= 33 and snapshots._ring.is_preparing:
+            time.sleep(0.001)
+    assert waits == []
+    assert taken == ([0, 40, 50] if is_ranked else [0, 34, 44, 54])
