@@ -608,3 +608,13 @@ def test_a_snapshot_waits_for_its_memory_and_training_does_not(
             time.sleep(0.001)
     assert waits == []
     assert taken == ([0, 40, 50] if is_ranked else [0, 34, 44, 54])
+
+
+@pytest.mark.parametrize("value", [1e30, math.inf, math.nan], ids=["squares overflow", "inf", "nan"])
+def test_only_what_is_not_finite_spoils_a_snapshot(value: float) -> None:
+    model = nn.Linear(4, 4)
+    snapshots = Snapshots(model, [torch.optim.SGD(model.parameters())], config=EAGER)
+    nn.init.constant_(model.weight, value)
+    assert snapshots.take(1)
+    assert bool(snapshots.healthy_step(1)) is not math.isfinite(value)
+    assert (snapshots.newest_good == 1) is math.isfinite(value)
