@@ -122,7 +122,7 @@ def _measure_on_host(held: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]
     """Return float64 [N] of small float32 tensors in host memory, in a few calls for all; None if some are others."""
     gradients, moments = [p.grad for p, _, _ in held if p.grad is not None], [s["exp_avg_sq"] for _, _, s in held]
     steps = [state["step"] for _, _, state in held]
-    is_plain = all(type(t) in PLAIN and t.dtype is torch.float32 and not t.is_cuda for t in (*gradients, *moments))
+    is_plain = all(type(t) in PLAIN and t.dtype is torch.float32 and t.is_cpu for t in (*gradients, *moments))
     is_known = all(not isinstance(step, Tensor) or step.device.type == "cpu" for step in steps)
     if not (is_plain and is_known) or sum(moment.numel() for moment in moments) > PIECE:
         return None
