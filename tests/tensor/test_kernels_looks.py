@@ -122,3 +122,12 @@ def test_adams_ratio_of_many_tensors_in_host_memory_equals_one_after_the_other()
         assert found is not None
         expected = {str(i): float(measure_rms(p, group, optimizer.state[p])) for i, p in enumerate(parameters)}
         assert found.read() == pytest.approx(expected, rel=1e-6), num_steps
+
+
+def test_moments_on_another_device_are_not_for_the_kernels() -> None:
+    parameter = nn.Parameter(torch.randn(4, device=DEVICE))
+    parameter.grad = torch.randn(4, device=DEVICE)
+    group, step = {"betas": (0.9, 0.95), "eps": 1e-8}, torch.tensor(1.0)
+    there = {"exp_avg_sq": torch.ones(4, device=DEVICE), "step": step}
+    assert triton_looks.read_state(parameter, group, there) is not None
+    assert triton_looks.read_state(parameter, group, {**there, "exp_avg_sq": torch.ones(4, device="meta")}) is None

@@ -57,8 +57,9 @@ class AdamWatch:
 
                 # Gradients and moments will most likely be like their parameters.
                 states = [triton_looks.AdamState(p.detach(), p.detach(), 1.0, 0.9, 1e-8) for p in trained]
-                self._shapes, self._kernels = [state.shape for state in states], triton_looks.RmsLook(states)
-                self._kernels.look(states)
+                if all(triton_looks.fits(p) for p in trained) and _are_on_one_device(trained):
+                    self._shapes, self._kernels = [state.shape for state in states], triton_looks.RmsLook(states)
+                    self._kernels.look(states)
 
     @torch.no_grad()
     def measure(self) -> PendingRms | None:
@@ -88,7 +89,7 @@ class AdamWatch:
 
     def _measure_fast(self, held: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> Tensor | None:
         """Return float64 [N] from kernels over a table of addresses; None if they cannot read everything."""
-        if not (held[0][0].is_cuda and triton_is_usable()):
+        if not (held[0][0].is_cuda and triton_is_usable() and _are_on_one_device([p for p, _, _ in held])):
             return None
         from steadygrad.measure.kernels import triton_looks
 
@@ -108,6 +109,11 @@ def measure_adam_rms(
 ) -> PendingRms | None:
     """Measure once."""
     return AdamWatch(optimizers, named).measure()
+
+
+def _are_on_one_device(tensors: Sequence[Tensor]) -> bool:
+    """Whether one kernel may read them all."""
+    return all(tensor.device == tensors[0].device for tensor in tensors)
 
 
 def _is_adam(parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> bool:

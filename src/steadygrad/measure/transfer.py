@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = 512
-"""Numbers that a pinned buffer has room for at least."""
+"""Numbers that a pinned buffer has room for at least: rows of other scans then need no other buffer."""
 
 
 class Ticket:
@@ -42,9 +42,8 @@ class Ticket:
 class Transfer:
     """Sends float64 vectors to the host; keeps `slots` pinned buffers, one for each copy that may be in flight."""
 
-    def __init__(self, slots: int = 4, *, length: int = SMALLEST) -> None:
-        """`length`: numbers in the longest vector that is expected; a longer one costs a call of the driver."""
-        self._slots, self._length = slots, max(length, SMALLEST)
+    def __init__(self, slots: int = 4) -> None:
+        self._slots = slots
         self._ring: list[tuple[Tensor, torch.cuda.Event, Ticket | None]] = []
         self._next = 0
         self._mark: torch.cuda.Event | None = None
@@ -92,7 +91,7 @@ class Transfer:
     def _take_slot(self, length: int) -> tuple[Tensor, torch.cuda.Event]:
         if not self._ring:  # one allocation: each would cost a call of the driver
             # Pinned: a copy into pageable memory makes the host wait.
-            buffers = torch.empty(self._slots, max(length, self._length), dtype=torch.float64, pin_memory=True)
+            buffers = torch.empty(self._slots, max(length, SMALLEST), dtype=torch.float64, pin_memory=True)
             self._ring = [(buffer, torch.cuda.Event(), None) for buffer in buffers.unbind()]
         buffer, event, ticket = self._ring[self._next]
         # Waits only if more copies are in flight than there are slots.

@@ -186,6 +186,8 @@ def read_state(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, 
     # Equal strides: both are read in memory order, and an element must meet its own moment.
     if gradient is None or not fits(gradient) or not fits(squares) or gradient.stride() != squares.stride():
         return None
+    if squares.device != gradient.device:  # moments that are kept in host memory
+        return None
     # In host memory, so this waits for nothing; a step on the device is read by the kernel.
     if isinstance(step, Tensor) and step.device.type == "cpu":
         step = float(step)
