@@ -28,6 +28,8 @@ from machine import describe_machine, write_results
 from steadygrad.losses.multiway import align_gain, multiway_contrastive
 
 NUM = 6
+OTHERS = ("cosine", "norm", "distance")  # timed after all else, in plain torch and in the kernels
+CLIP_SCALE = 14.0
 Way = Callable[[Sequence[Tensor], float], Tensor]
 
 
@@ -107,16 +109,19 @@ def make_features(size: int, dim: int, device: str) -> list[Tensor]:
     return [row.requires_grad_() for row in rows]
 
 
-def measure(way: Way, size: int, dim: int, device: str, rounds: int) -> dict[str, Any]:
+def measure(
+    way: Way, size: int, dim: int, device: str, rounds: int, *, scale: float | None = None, warm_up: bool = True
+) -> dict[str, Any]:
     """Median milliseconds of forward and backward, peak bytes above the features, the loss; or that it did not fit."""
     if device == "cuda":
         torch.cuda.empty_cache()  # a way before may have left every block it could get
-    features, scale = make_features(size, dim, device), 14.0 * align_gain(NUM, dim)
+    features = make_features(size, dim, device)
+    scale = CLIP_SCALE * align_gain(NUM, dim) if scale is None else scale
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times = []
     try:
-        for round_number in range(rounds + 1):
-            if round_number == 1 and device == "cuda":  # the first warms up, compiles and loads libraries
+        for round_number in range(rounds + warm_up):
+            if round_number == warm_up and device == "cuda":  # the first warms up, compiles and loads libraries
                 torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated() if device == "cuda" else 0
             sync()
@@ -131,7 +136,7 @@ def measure(way: Way, size: int, dim: int, device: str, rounds: int) -> dict[str
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     peak = torch.cuda.max_memory_allocated() - held if device == "cuda" else 0
-    return {"milliseconds": statistics.median(times[1:]) * 1e3, "peak_bytes": peak, "loss": value}
+    return {"milliseconds": statistics.median(times[int(warm_up) :]) * 1e3, "peak_bytes": peak, "loss": value}
 
 
 def compare(sizes: dict[str, list[int]], dim: int, device: str, rounds: int) -> dict[str, Any]:
@@ -189,8 +194,61 @@ def compare_accuracy(sizes: list[int], dim: int, device: str) -> dict[str, Any]:
     return table
 
 
-def differentiate(features: Sequence[Tensor], scale: float, precision: str) -> list[Tensor]:
-    loss = multiway_contrastive(features, scale, precision=precision)
+def compare_similarities(sizes: list[int], dim: int, device: str, rounds: int) -> dict[str, Any]:
+    """The other similarities, "auto" beside plain torch. That takes 12 s at B=64 on an H200: one of them, once."""
+    table: dict[str, Any] = {}
+    for size, similarity in itertools.product(sizes, OTHERS):
+        print(f"\n{similarity}, B={size}", flush=True)
+        ways = {"ours, tiled": ours(similarity=similarity, impl="tiled"), "ours": ours(similarity=similarity)}
+        if device == "cuda" and similarity != "cosine":
+            ways["ours, fp16"] = ours(similarity=similarity, precision="fp16")
+        large = size > 48
+        if large and similarity != "distance":
+            del ways["ours, tiled"]
+        row = table[f"{similarity}, B={size}"] = {}
+        for name, way in ways.items():
+            once = large and name == "ours, tiled"
+            row[name] = measure(way, size, dim, device, 1 if large else rounds, scale=CLIP_SCALE, warm_up=not once)
+            report(name, row[name])
+    return table
+
+
+def compare_similarity_errors(size: int, dim: int, device: str) -> dict[str, Any]:
+    """As `compare_accuracy`, for the other similarities and for a large scale too."""
+    table: dict[str, Any] = {}
+    for similarity, scale in itertools.product(OTHERS, (14.3, 100.0)):
+        print(f"\naccuracy, {similarity}, scale {scale}", flush=True)
+        row = table[f"{similarity}, scale {scale}"] = {}
+        features = make_features(size, dim, device)
+        exact = differentiate([f.detach().double().requires_grad_() for f in features], scale, "auto", similarity)
+        for precision in ("fp32", "fp16x3", "tf32", "fp16", "bf16"):
+            found = differentiate(features, scale, precision, similarity)
+            errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact)]
+            row[precision] = {"loss": errors[0], "gradients": max(errors[1:])}
+            print(f"  {precision:26s} loss {errors[0]:.1e}   gradients {max(errors[1:]):.1e}", flush=True)
+    return table
+
+
+def count_launches(size: int, dim: int) -> dict[str, int]:
+    """How many kernels, copies and fills one forward and backward puts on the device, for each similarity."""
+    counts = {}
+    for similarity in ("mip", *OTHERS):
+        scale = CLIP_SCALE * (align_gain(NUM, dim) if similarity == "mip" else 1.0)
+        features = make_features(size, dim, "cuda")
+        step = functools.partial(differentiate, features, scale, "auto", similarity)
+        step()  # compiles
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        counts[similarity] = len(on_device)
+        print(f"  {similarity:26s} {len(on_device)} launches at B={size}", flush=True)
+    return counts
+
+
+def differentiate(features: Sequence[Tensor], scale: float, precision: str, similarity: str = "mip") -> list[Tensor]:
+    loss = multiway_contrastive(features, scale, precision=precision, similarity=similarity)
     return [loss.detach(), *torch.autograd.grad(loss, features)]
 
 
@@ -211,6 +269,8 @@ def tune(device: str) -> dict[str, Any]:
                  (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (64, 256, 64, 4, 3), (64, 128, 64, 4, 3)],
         "tf32": [(128, 128, 32, 4, 3), (128, 128, 32, 8, 4), (128, 256, 32, 8, 3), (256, 128, 32, 8, 3),
                  (64, 128, 32, 4, 4), (64, 256, 32, 4, 3)],
+        "fp16x3": [(128, 128, 32, 4, 3), (128, 128, 32, 8, 3), (128, 128, 64, 8, 3), (128, 256, 32, 8, 3),
+                   (256, 128, 32, 8, 3)],
     }  # fmt: skip
     table: dict[str, Any] = {}
     for precision, cuts in shapes.items():
@@ -226,20 +286,24 @@ def tune(device: str) -> dict[str, Any]:
 
 
 def time_tiles(precision: str, cut: tuple[int, ...], device: str) -> dict[str, float]:
-    """TFLOP/s on 4096 x 32768 logits: the sums, the weights, and the weights with both products behind them."""
+    """TFLOP/s on 4096 x 32768 logits: the sums, the weights, and the weights with both products behind them.
+
+    Of one product of depth 512, however many are needed for it.
+    """
     from steadygrad.losses.multiway.engine import Diagonal, Panel, Side
-    from steadygrad.losses.multiway.precision import use_precision
+    from steadygrad.losses.multiway.precision import get_dtype, use_precision
     from steadygrad.losses.multiway.triton import Tiles, TritonEngine
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    p, q = (torch.randn(n, 512, device=device).to(dtype) * 0.05 for n in (4096, 32768))
+    num_low = 512 if precision == "fp16x3" else 0
+    dtype = get_dtype(precision)
+    p, q = (torch.randn(n, 512 + num_low, device=device).to(dtype) * 0.05 for n in (4096, 32768))
     sides = [Side(torch.full((n,), 10.0, device=device), torch.ones(n, device=device)) for n in (4096, 32768)]
-    grad_q, weights = torch.zeros(q.shape, device=device), torch.empty(4096, 32768, dtype=dtype, device=device)
-    engine = TritonEngine(precision, Tiles(*cut))
-    unit = torch.ones((), device=device) if precision == "fp16" else None
-    panel = Panel(p, q, Diagonal(0, 1057, 0, 1057, 4), unit)
+    grad_q, weights = torch.zeros(q.shape, device=device), torch.empty(2, 4096, 32768, dtype=dtype, device=device)
+    engine = TritonEngine(precision, Tiles(*cut), curve="minus root" if num_low else "line")  # as "auto" has them
+    unit = torch.ones((), device=device) if dtype == torch.float16 else None
+    panel = Panel(p, q, Diagonal(0, 1057, 0, 1057, 4), unit, num_low)
     flop = 2 * math.prod([4096, 32768, 512])
-    with use_precision(precision):
+    with use_precision(precision, p.device):
         return {
             "sum": flop / time_call(lambda: engine.sum_panel(panel)) / 1e12,
             "weigh": flop / time_call(lambda: engine.weigh_panel(panel, *sides, weights)) / 1e12,
@@ -279,7 +343,12 @@ def main() -> None:
     table = {"all": compare(sizes, dim, args.device, rounds)}
     table["fibre"] = {f"B={fibre}": compare_fibre(fibre, dim, args.device, rounds)}
     table["accuracy"] = compare_accuracy(sizes["others"][::2], dim, args.device)
-    check({name: table[name] for name in ("all", "fibre")})
+    others = sizes["others"] if args.device == "cpu" else [16, 32] if args.quick else [16, 32, 64]
+    table["similarities"] = compare_similarities(others, dim, args.device, rounds)
+    table["similarities_accuracy"] = compare_similarity_errors(others[0], dim, args.device)
+    if args.device == "cuda":
+        table["launches"] = {"B=16": count_launches(16, dim)}
+    check({name: table[name] for name in ("all", "fibre", "similarities")})
     print("\nwritten:", write_results(f"multiway_{args.device}", table, quick=args.quick))
 
 

@@ -136,3 +136,66 @@ def test_six_modalities_of_32_samples_stay_under_a_gibibyte(precision: str) -> N
     before = torch.cuda.memory_allocated()
     evaluate(features, scale, precision=precision)
     assert torch.cuda.max_memory_allocated() - before <= 1 << 30
+
+
+# As LIMITS; three products leave what fp32 does, and the scale of 14.3 makes logits of a few tens.
+SIMILAR_LIMITS = {"fp32": 3e-5, "fp16x3": 3e-5, "tf32": 6e-3, "fp16": 6e-3, "bf16": 4e-2}
+
+
+@pytest.mark.parametrize("precision", list(SIMILAR_LIMITS))
+@pytest.mark.parametrize("similarity", ["norm", "cosine", "distance"])
+@pytest.mark.parametrize("negatives", ["all", "fibre"])
+@pytest.mark.parametrize(("num", "size", "dim"), [(2, 301, 65), (3, 37, 64), (4, 19, 100), (6, 9, 512)])
+def test_every_similarity_equals_float64_in_the_kernels(
+    num: int, size: int, dim: int, negatives: str, similarity: str, precision: str
+) -> None:
+    features = make_features(num, size, dim)
+    exact = [f.detach().double().requires_grad_() for f in features]
+    options = {"similarity": similarity, "negatives": negatives}
+    found = evaluate(features, 14.3, impl="triton", precision=precision, **options)
+    assert max(differ(found, evaluate(exact, 14.3, impl="tiled", **options))) < SIMILAR_LIMITS[precision]
+
+
+@pytest.mark.parametrize("scale", [14.3, 100.0])
+def test_samples_that_are_alike_have_the_right_distance_by_default(scale: float) -> None:
+    """One product of fp16 would have gradients that are off by a tenth."""
+    features = make_features(4, 9, 256)
+    with torch.no_grad():
+        for feature in features:
+            feature[0] = torch.nn.functional.normalize(features[0][0] + 1e-3 * torch.randn(256, device="cuda"), dim=0)
+            feature[1] = torch.nn.functional.normalize(features[0][0] + 1e-3 * torch.randn(256, device="cuda"), dim=0)
+    exact = [f.detach().double().requires_grad_() for f in features]
+    found = evaluate(features, scale, similarity="distance")
+    expected = evaluate(exact, scale, similarity="distance", impl="tiled")
+    # fp32 itself is off by 1e-3 here: a difference of squares of which 1e-3 is left
+    assert max(differ(found, expected)) < 1e-2
+
+
+@pytest.mark.parametrize("similarity", ["norm", "cosine", "distance"])
+def test_the_other_similarities_are_the_same_every_time_and_never_wait(similarity: str) -> None:
+    features = make_features(5, 12, 128)
+    runs = [evaluate(features, 14.3, similarity=similarity) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+    scale = torch.tensor(14.3, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        multiway_contrastive(features, scale, similarity=similarity).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("similarity", "dtype", "most"),
+    [("mip", torch.float32, 40), ("mip", torch.bfloat16, 50), ("cosine", torch.float32, 60),
+     ("norm", torch.float32, 60), ("distance", torch.float32, 70)],
+)  # fmt: skip
+def test_a_small_batch_takes_few_launches(similarity: str, dtype: torch.dtype, most: int) -> None:
+    """Before the kernels of `fused.py` it was 273 for mip. Split products of cuBLAS may take two."""
+    features, scale = make_features(6, 16, 512, dtype), 14.0 * (align_gain(6, 512) if similarity == "mip" else 1.0)
+    evaluate(features, scale, similarity=similarity)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        evaluate(features, scale, similarity=similarity)
+        torch.cuda.synchronize()
+    on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 10 < len(on_device) <= most, sorted(event.name for event in on_device)

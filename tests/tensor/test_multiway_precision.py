@@ -9,30 +9,38 @@ from multiway_inputs import assert_same, evaluate, make_features, make_scale
 from steadygrad.errors import UnsupportedError
 from steadygrad.losses.multiway import multiway_contrastive
 from steadygrad.losses.multiway.precision import Precision, choose_precision, find_gain, round_half, use_precision
+from steadygrad.losses.multiway.similarity import Similarity
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype", "device", "linear", "masked", "expected"),
+    ("asked", "dtype", "device", "similarity", "masked", "expected"),
     [
-        ("auto", torch.float32, CUDA, True, False, "fp16"),
-        ("auto", torch.float16, CUDA, True, False, "fp16"),
-        ("auto", torch.float32, CUDA, True, True, "tf32"),
-        ("auto", torch.bfloat16, CUDA, True, True, "bf16"),
-        ("auto", torch.float32, CUDA, False, False, "fp32"),
-        ("auto", torch.float32, CPU, True, False, "fp32"),
-        ("auto", torch.float64, CUDA, True, False, "fp64"),
-        ("tf32", torch.float32, CPU, True, False, "tf32"),
-        ("bf16", torch.float32, CUDA, True, True, "bf16"),
-        ("fp16", torch.bfloat16, CUDA, True, False, "fp16"),
-        ("fp32", torch.float32, CUDA, True, False, "fp32"),
+        ("auto", torch.float32, CUDA, "mip", False, "fp16"),
+        ("auto", torch.float16, CUDA, "mip", False, "fp16"),
+        ("auto", torch.float32, CUDA, "mip", True, "tf32"),
+        ("auto", torch.bfloat16, CUDA, "mip", True, "bf16"),
+        ("auto", torch.float32, CUDA, "cosine", False, "fp16"),
+        ("auto", torch.bfloat16, CUDA, "cosine", True, "tf32"),
+        ("auto", torch.float32, CUDA, "norm", False, "fp16x3"),
+        ("auto", torch.bfloat16, CUDA, "distance", False, "fp16x3"),
+        ("auto", torch.float32, CUDA, "norm", True, "fp32"),
+        ("auto", torch.float32, CUDA, "distance", True, "fp32"),
+        ("auto", torch.float32, CPU, "mip", False, "fp32"),
+        ("auto", torch.float32, CPU, "distance", False, "fp32"),
+        ("auto", torch.float64, CUDA, "mip", False, "fp64"),
+        ("tf32", torch.float32, CPU, "mip", False, "tf32"),
+        ("bf16", torch.float32, CUDA, "mip", True, "bf16"),
+        ("fp16", torch.bfloat16, CUDA, "mip", False, "fp16"),
+        ("fp16", torch.float32, CUDA, "norm", False, "fp16"),
+        ("fp32", torch.float32, CUDA, "mip", False, "fp32"),
     ],
 )
 def test_which_precision_is_meant(
-    asked: str, dtype: torch.dtype, device: torch.device, linear: bool, masked: bool, expected: str
+    asked: str, dtype: torch.dtype, device: torch.device, similarity: Similarity, masked: bool, expected: str
 ) -> None:
-    assert choose_precision(asked, dtype, device, linear=linear, masked=masked) == expected
+    assert choose_precision(asked, dtype, device, similarity=similarity, masked=masked) == expected
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("tf32", 11), ("fp16", 11), ("bf16", 8), ("fp32", 24)])
@@ -153,12 +161,11 @@ def test_fp16_keeps_samples_that_are_nearly_right_beside_one_that_is_wrong() -> 
         assert float(((f - e).norm(dim=1) / e.norm(dim=1)).max()) < 2e-2
 
 
-def test_fp16_is_refused_where_it_has_no_range() -> None:
+@pytest.mark.parametrize("precision", ["fp16", "fp16x3"])
+def test_fp16_is_refused_where_it_has_no_range(precision: str) -> None:
     features = make_features(3, 4, 8, dtype=torch.float32)
-    with pytest.raises(UnsupportedError, match="similarity='mip' without present"):
-        multiway_contrastive(features, 1.0, precision="fp16", similarity="norm")
     with pytest.raises(UnsupportedError, match="precision='tf32'"):
-        multiway_contrastive(features, 1.0, precision="fp16", present=torch.ones(4, 3, dtype=torch.bool))
+        multiway_contrastive(features, 1.0, precision=precision, present=torch.ones(4, 3, dtype=torch.bool))
 
 
 def test_autocast_outside_changes_nothing() -> None:

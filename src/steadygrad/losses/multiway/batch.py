@@ -91,6 +91,18 @@ def score_positives(batch: Batch) -> Tensor:
     return CURVES[batch.similarity].value((rows * columns).sum(-1))
 
 
+def score_stacked(features: Tensor, scale: Tensor, similarity: Similarity) -> Tensor:
+    """Return as `score_positives` for sums of features [M, B, D] that are all present, in fewer operations."""
+    num = len(features)
+    if similarity == "distance":
+        gaps = features - features.mean(0)
+        return -scale * (gaps.square().sum((0, 2)) / num + EPS).sqrt()
+    own = features.sum(0).square().sum(1)  # [B]
+    if similarity == "norm":
+        return scale * (own + EPS).sqrt()
+    return (own - features.square().sum((0, 2))) * (scale / (num * (num - 1)))
+
+
 def _measure_spread(batch: Batch) -> Tensor:
     """Return [B]: the mean square distance of a sample's vectors from their centre.
 

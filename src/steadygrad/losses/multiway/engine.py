@@ -41,17 +41,26 @@ class Diagonal:
 class Panel:
     """All logits between some rows of P and all rows of Q: curve(unit * p q^T), less those of samples with themselves.
 
-    Both are contiguous. `unit` is there if the halves were multiplied by something: see `precision.Gains`.
+    Both are contiguous. `unit` is there if the halves were multiplied by something: see `precision.Gains`. With
+    `num_low` the halves begin with that many low parts, see `layout`: p q^T is then low * high + high * low + the rest.
     """
 
     p: Tensor
     q: Tensor
     positives: Diagonal
     unit: Tensor | None = None
+    num_low: int = 0
+    highest: Tensor | None = None
+    """Where the sums keep the highest logit of all panels, a number that is at least MASKED before."""
 
 
 class Engine(Protocol):
     """`tiled.TiledEngine` on any device, `triton.TritonEngine` on CUDA."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether `fused.sum_combinations` can run on it, in place of `sweep.sum_combinations`."""
+        ...
 
     @property
     def precision(self) -> Precision:

@@ -63,7 +63,7 @@ def multiway_contrastive(
     `present` [B, M] is False where a sample lacks a modality: such a vector is neither a negative nor an anchor, and
     the sample's positive is made of what it has. `anchors` chooses modalities. `reduction="none"` returns [B, anchors].
     `precision` is that of the matmuls: on CUDA bf16 for bf16 features, for others fp16 with TF32's accuracy (TF32
-    itself with `present`), unless set; sums are fp32.
+    itself with `present`), and three products of fp16 for norm and distance (fp32), unless set; sums are fp32.
     `gather=True` takes the samples of all processes of `group` as the batch and returns the loss of this one's own.
     """
     check_choices(similarity, negatives, reduction, impl, precision, label_smoothing, num_samples)
@@ -73,27 +73,52 @@ def multiway_contrastive(
     batch = _make_batch(features, logit_scale, similarity, present, gather=gather, group=group)
     masked = present is not None
     engine = None if impl == "naive" else _choose_engine(impl, precision, features, similarity, tiles, masked=masked)
-    positives = batch.own(naive.score_positives(batch) if engine is None else score_positives(batch))
     if negatives == "all":
-        table = naive.sum_combinations(batch) if engine is None else sum_combinations(batch, engine)
+        table, positives = _sum_all(batch, engine)
         # A collective; each process has summed its own rows of the first index against everything
         table = join_sums(table, group) if gather else table
-        sums = [batch.own(table[m]) for m in chosen]
-    elif negatives == "fibre":
-        sums = [naive.sum_fibres(batch, m) if engine is None else sum_fibres(batch, engine, m) for m in chosen]
-    elif negatives == "sampled":
-        sums = [sum_sampled(batch, m, num_samples, generator) for m in chosen]
+        # All in order are a view. Not table[chosen]: a list of indices is copied to the device, and the host waits
+        in_order = chosen == list(range(len(features)))
+        sums = batch.own(table.t() if in_order else torch.stack([table[m] for m in chosen], 1))  # [n, anchors]
     else:
-        tables = [build_permuted(batch, m, generator) for m in chosen]
-        sums = [table.logsumexp(1) for table in tables]
+        positives = batch.own(naive.score_positives(batch) if engine is None else score_positives(batch))
+        sums = torch.stack([_sum_some(batch, engine, m, negatives, num_samples, generator) for m in chosen], 1)
     # log(exp(sum of negatives) + exp(positive)) - positive; softplus would cut at 20, which is 2e-9 off
-    excess = torch.stack(sums, 1) - positives[:, None]  # [n, anchors]
-    losses = torch.logaddexp(excess, torch.zeros_like(excess))
+    losses = -torch.nn.functional.logsigmoid(positives[:, None] - sums)
     if label_smoothing:
         average = average_fibres if negatives == "fibre" else average_combinations
         means = torch.stack([average(batch, m, positives) for m in chosen], 1)
         losses = losses + label_smoothing * (positives[:, None] - means)
     return _reduce(losses, batch, chosen, reduction)
+
+
+def _sum_all(batch: Batch, engine: Engine | None) -> tuple[Tensor, Tensor]:
+    """Return the sums over all combinations [M, B], and the own samples' positives [n]."""
+    if engine is None:
+        return naive.sum_combinations(batch), batch.own(naive.score_positives(batch))
+    if engine.fuses:
+        from steadygrad.losses.multiway import fused  # imports Triton
+
+        if fused.can_fuse(batch, engine):
+            table, positives = fused.sum_combinations(batch, engine)  # type: ignore[arg-type]
+            return table, batch.own(positives)
+    return sum_combinations(batch, engine), batch.own(score_positives(batch))
+
+
+def _sum_some(
+    batch: Batch,
+    engine: Engine | None,
+    modality: int,
+    negatives: Negatives,
+    num_samples: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Return [n]: the log-sum-exp over the negatives of the own samples at one modality."""
+    if negatives == "fibre":
+        return naive.sum_fibres(batch, modality) if engine is None else sum_fibres(batch, engine, modality)
+    if negatives == "sampled":
+        return sum_sampled(batch, modality, num_samples, generator)
+    return build_permuted(batch, modality, generator).logsumexp(1)
 
 
 def _reduce(losses: Tensor, batch: Batch, chosen: list[int], reduction: Reduction) -> Tensor:
@@ -153,17 +178,17 @@ def _choose_engine(
     masked: bool,
 ) -> Engine:
     device, dtype = features[0].device, features[0].dtype
-    chosen = choose_precision(precision, dtype, device, linear=similarity == "mip", masked=masked)
-    fits = similarity == "mip" and chosen in ("tf32", "fp16", "bf16")
-    if impl == "triton" and not (similarity == "mip" and chosen != "fp64"):
+    chosen = choose_precision(precision, dtype, device, similarity=similarity, masked=masked)
+    if impl == "triton" and chosen == "fp64":
         raise UnsupportedError(
-            f"impl='triton' of multiway_contrastive with similarity={similarity!r} and precision={chosen!r}. "
-            "It is written for 'mip' in fp32, TF32, fp16 and bf16: use impl='tiled' or 'auto'."
+            f"impl='triton' of multiway_contrastive with precision={chosen!r}. "
+            "It is written for fp32 and below: use impl='tiled' or 'auto', or pass float32 features."
         )
+    fits = chosen not in ("fp64", "fp32")  # cuBLAS is the faster one there
     if impl == "triton" or (impl == "auto" and fits and device.type == "cuda" and _has_triton()):
         from steadygrad.losses.multiway.triton import TritonEngine
 
-        return TritonEngine(chosen, tiles)
+        return TritonEngine(chosen, tiles, curve=CURVES[similarity].name)
     return TiledEngine(chosen, CURVES[similarity])
 
 

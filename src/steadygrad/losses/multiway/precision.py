@@ -3,6 +3,7 @@
     fp64, fp32   as they are; fp32 ignores a global TF32 switch
     tf32         halves rounded once to TF32's 10 bits of mantissa, products exact, fp32 sums
     fp16         halves and weights times a power of two each, rounded once to fp16: the same 10 bits, twice as fast
+    fp16x3       each half as a sum of two fp16 numbers, three of their four products: 22 bits, a third as fast
     bf16         halves built in fp32, rounded once to bf16, products exact, fp32 sums
 
 fp16 has TF32's digits and not its range. Each half, and the weights of the backward pass, have one power of two (a
@@ -23,9 +24,15 @@ import torch
 from torch import Tensor
 
 from steadygrad.errors import UnsupportedError
+from steadygrad.losses.multiway.similarity import Similarity
 
-Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
-PRECISIONS: tuple[str, ...] = ("auto", "fp64", "fp32", "tf32", "fp16", "bf16")
+Precision = Literal["fp64", "fp32", "tf32", "fp16", "fp16x3", "bf16"]
+PRECISIONS: tuple[str, ...] = ("auto", "fp64", "fp32", "tf32", "fp16", "fp16x3", "bf16")
+# What "auto" means on CUDA. Norm and distance take a root: where it is near 0 and counts (twins in the batch, sums that
+# cancel), one rounded product of 11 bits leaves gradients 1e4 times too large, three leave them as in fp32. Elsewhere
+# one has the errors of mip; docs/multiway.md has the numbers.
+DEFAULTS: dict[Similarity, Precision] = {"mip": "fp16", "cosine": "fp16", "norm": "fp16x3", "distance": "fp16x3"}
+MASKED_DEFAULTS: dict[Similarity, Precision] = {"mip": "tf32", "cosine": "tf32", "norm": "fp32", "distance": "fp32"}
 HALF = (torch.float16, torch.bfloat16)
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.8, CUDA only
 
@@ -57,9 +64,9 @@ def _divide(grad: Tensor, one: Tensor | None, other: Tensor | None) -> Tensor:
 
 
 def choose_precision(
-    asked: str, dtype: torch.dtype, device: torch.device, *, linear: bool, masked: bool = False
+    asked: str, dtype: torch.dtype, device: torch.device, *, similarity: Similarity = "mip", masked: bool = False
 ) -> Precision:
-    """What `asked` means for features of this dtype on this device; sums of squares need fp32, masks its range."""
+    """What `asked` means for features of this dtype on this device."""
     if dtype == torch.float64:
         if asked not in ("auto", "fp64"):
             raise UnsupportedError(
@@ -71,18 +78,29 @@ def choose_precision(
         raise UnsupportedError(
             f"precision='fp64' for {dtype} features in multiway_contrastive. Convert the features to float64 first."
         )
-    if asked == "fp16" and (masked or not linear):
+    if asked in ("fp16", "fp16x3") and masked:
         raise UnsupportedError(
-            "precision='fp16' of multiway_contrastive is for similarity='mip' without present. "
-            "Use precision='tf32', or leave 'auto'."
+            f"precision={asked!r} of multiway_contrastive with present: a mask needs a range that fp16 does not have. "
+            "Use precision='tf32' or 'fp32', or leave 'auto'."
         )
     if asked != "auto":
         return asked  # type: ignore[return-value]
-    if not linear or device.type != "cuda":
+    if device.type != "cuda":
         return "fp32"
-    if dtype == torch.bfloat16:
+    if similarity == "mip" and dtype == torch.bfloat16:
         return "bf16"
-    return "tf32" if masked else "fp16"
+    return (MASKED_DEFAULTS if masked else DEFAULTS)[similarity]
+
+
+def has_gains(precision: Precision) -> bool:
+    """Whether numbers are multiplied by a power of two first, since the precision has a short range."""
+    return precision in ("fp16", "fp16x3")
+
+
+def get_dtype(precision: Precision) -> torch.dtype:
+    """Return what rounded halves are stored as."""
+    narrow = {"fp16": torch.float16, "fp16x3": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+    return narrow.get(precision, torch.float32)
 
 
 def find_top(numbers: Tensor, dim: int | None = None) -> Tensor:
@@ -109,10 +127,8 @@ def round_half(half: Tensor, precision: Precision, gain: Tensor | None = None) -
     half = half.detach()
     if gain is not None:
         half = half * gain  # exact: a power of two
-    if precision == "fp16":
-        return half.half()
-    if precision == "bf16":
-        return half.bfloat16()
+    if precision in ("fp16", "fp16x3", "bf16"):
+        return half.to(get_dtype(precision))
     if precision == "tf32":
         bits = half.contiguous().view(torch.int32)
         # Of fp32's 23 bits of mantissa TF32 keeps 10: add half of the last kept one, then clear the lower 13
@@ -159,7 +175,7 @@ def use_precision(precision: Precision, device: torch.device) -> Iterator[None]:
 
 def _list_switches(precision: Precision) -> dict[str, object]:
     matmul = torch.backends.cuda.matmul
-    if precision == "fp16" and hasattr(matmul, "allow_fp16_accumulation"):  # since torch 2.7
+    if has_gains(precision) and hasattr(matmul, "allow_fp16_accumulation"):  # since torch 2.7
         return {"allow_fp16_accumulation": False}
     if precision not in ("fp32", "tf32"):
         return {}

@@ -30,16 +30,18 @@ LEAST_ROOT = 5e-7  # roots below it are taken for it, so that no slope is beyond
 class Curve:
     """What is done to the dot product: its value, and its slope as a function of that value."""
 
+    name: str
+    """What the kernels call it."""
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor] | None
 
 
 CURVES: dict[Similarity, Curve] = {
-    "mip": Curve(lambda x: x, None),
-    "cosine": Curve(lambda x: x, None),
+    "mip": Curve("line", lambda x: x, None),
+    "cosine": Curve("line", lambda x: x, None),
     # Below zero there are only masks.
-    "norm": Curve(lambda x: _take_root(x) + x.clamp(max=0), lambda y: 0.5 / y.clamp(min=LEAST_ROOT)),
-    "distance": Curve(lambda x: -_take_root(x), lambda y: -0.5 / (-y).clamp(min=LEAST_ROOT)),
+    "norm": Curve("root", lambda x: _take_root(x) + x.clamp(max=0), lambda y: 0.5 / y.clamp(min=LEAST_ROOT)),
+    "distance": Curve("minus root", lambda x: -_take_root(x), lambda y: -0.5 / (-y).clamp(min=LEAST_ROOT)),
 }
 
 
@@ -68,17 +70,24 @@ def build_rows(
     total = reduce(torch.add, views)
     squares, own = _sum_squares(views), total.square().sum(-1, keepdim=True)
     one = torch.ones_like(own)
+    factor = find_factor(scale, similarity, num=num, whole=whole)
     if similarity == "cosine":
-        factor = 2 * scale / (num * (num - 1.0))
         columns = [total, (own - squares) / 2, one]
     elif similarity == "norm":
-        factor = (scale * whole / num).square()
         columns = [2 * total, own + EPS, one]
     else:
-        factor = scale.square() / num
         columns = [total * (-2.0 / num), squares - own / num + EPS * num, one, -one / num]
     half = factor * torch.cat(columns, -1)
     return half if absent is None else _append_mask(half, absent, similarity, first=True)
+
+
+def find_factor(scale: Tensor, similarity: Similarity, *, num: int | Tensor, whole: int) -> Tensor:
+    """Return what all columns of P are multiplied by."""
+    if similarity == "mip":
+        return scale
+    if similarity == "cosine":
+        return 2 * scale / (num * (num - 1.0))
+    return (scale * whole / num).square() if similarity == "norm" else scale.square() / num
 
 
 def build_columns(views: Sequence[Tensor], similarity: Similarity, *, absent: Tensor | None = None) -> Tensor:
@@ -110,6 +119,6 @@ def _append_mask(half: Tensor, absent: Tensor, similarity: Similarity, *, first:
     huge = -MASKED if similarity == "distance" else MASKED
     out = torch.zeros_like(half[..., :1]).masked_fill(absent.unsqueeze(-1), huge)
     # A multiple of each depth in `triton.DEFAULT_TILES`, so that the kernel loads without a mask
-    fill = -(half.shape[-1] + 2) % 64 if half.is_cuda else 0
+    fill = -(half.shape[-1] + 2) % 64 if half.is_cuda and similarity == "mip" else 0  # `layout` does it for others
     one = torch.ones_like(out)
     return torch.cat([half, half.new_zeros(*half.shape[:-1], fill), *((out, one) if first else (one, out))], -1)

@@ -24,16 +24,18 @@ from torch import Tensor
 from steadygrad.losses.multiway.batch import Batch, count_left
 from steadygrad.losses.multiway.check import refuse_second_order
 from steadygrad.losses.multiway.engine import Diagonal, Engine, Panel, Side
+from steadygrad.losses.multiway.layout import Layout, choose_layout
 from steadygrad.losses.multiway.precision import (
     NO_GAINS,
     Gains,
     find_gain,
     find_gains,
     find_top,
-    round_half,
+    has_gains,
     use_precision,
 )
-from steadygrad.losses.multiway.similarity import MASKED, Similarity, build_columns, build_rows
+from steadygrad.losses.multiway.similarity import MASKED, Similarity, build_columns, build_rows, find_factor
+from steadygrad.losses.multiway.weights import bound_weights, make_highest
 
 Box = tuple[slice, ...]
 """A range of each row index, the leftmost slowest."""
@@ -48,12 +50,17 @@ class Plan:
     absent: tuple[Tensor, ...] | None
     span: slice
     """The range of the first index: another process takes another."""
+    layout: Layout
     gains: Gains = NO_GAINS
+    highest: Tensor | None = None
+    """The highest logit, where the bound of the weights needs it."""
 
 
 def sum_combinations(batch: Batch, engine: Engine) -> Tensor:
     """Return [M, B]; over this process's part of the combinations. MASKED where there is none."""
-    plan = Plan(engine, batch.similarity, batch.absent, batch.span)
+    layout = choose_layout(engine.precision, batch.similarity, batch.features[0].shape[1])
+    highest = make_highest(batch.similarity, engine.precision, batch.scale)
+    plan = Plan(engine, batch.similarity, batch.absent, batch.span, layout, highest=highest)
     out: Tensor = _SumCombinations.apply(plan, batch.scale, *batch.features)  # type: ignore[no-untyped-call]
     return out
 
@@ -65,18 +72,19 @@ class _SumCombinations(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, scale: Tensor, *features: Tensor) -> Tensor:
         middle, size = count_left(len(features)), len(features[0])
         precision = plan.engine.precision
-        if precision == "fp16":
-            plan = replace(plan, gains=_find_gains(scale, features, middle))
+        if has_gains(precision):
+            plan = replace(plan, gains=_find_gains(plan.similarity, scale, features, middle))
         row_sums = []
         with use_precision(precision, scale.device):
             # [B^(M - middle), K]: the only half that is ever whole in memory
-            q = _flatten(round_half(_build_q(plan, features[middle:]), precision, plan.gains.q))
+            q = plan.layout.round(_build_q(plan, features[middle:]), plan.gains.q, first=False)
             column_sums = torch.full((len(q),), MASKED, dtype=features[0].dtype, device=q.device)
             for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=False)):
                 half = _build_p(plan, box, scale, [f[r] for f, r in zip(features, box)], len(features))
-                half = round_half(half, precision, plan.gains.p)
                 positives = find_positives(box, len(features), size)
-                rows, columns = plan.engine.sum_panel(Panel(_flatten(half), q, positives, plan.gains.unit))
+                p = plan.layout.round(half, plan.gains.p, first=True)
+                panel = Panel(p, q, positives, plan.gains.unit, plan.layout.num_low, plan.highest)
+                rows, columns = plan.engine.sum_panel(panel)
                 row_sums.append(rows)
                 column_sums = torch.logaddexp(column_sums, columns)
         # Neither inputs nor outputs, so they make no reference cycle; all others go through save_for_backward
@@ -98,12 +106,16 @@ class _SumCombinations(torch.autograd.Function):
         full = slice(0, size)
         rows = _weigh_side(out[:middle], grad_out[:middle], (plan.span, *[full] * (middle - 1)))
         columns = _weigh_side(out[middle:], grad_out[middle:], (full,) * (len(features) - middle))
-        if plan.engine.precision == "fp16":
-            gain = find_gain(_bound_weights(rows, ctx.sums[0]) + _bound_weights(columns, ctx.sums[1]))
+        if has_gains(plan.engine.precision):
+            bounds = [
+                bound_weights(side, sums, plan.similarity, plan.highest)
+                for side, sums in zip((rows, columns), ctx.sums)
+            ]
+            gain = find_gain(bounds[0] + bounds[1])
             plan = replace(plan, gains=replace(plan.gains, weights=gain))
             rows, columns = (replace(side, weight=side.weight * gain) for side in (rows, columns))
         with use_precision(plan.engine.precision, scale.device):
-            q = _flatten(round_half(_build_q(plan, features[middle:]), plan.engine.precision, plan.gains.q))
+            q = plan.layout.round(_build_q(plan, features[middle:]), plan.gains.q, first=False)
             grad_q = torch.zeros(q.shape, dtype=out.dtype, device=q.device)
             start = 0
             for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=True)):
@@ -138,9 +150,10 @@ def _pull_box(
     # A backward pass runs without grad mode; this small graph lives for one box only
     with torch.enable_grad():
         graph = _build_p(plan, box, leaves[0], leaves[1:], len(features))
-    p = _flatten(round_half(graph, plan.engine.precision, plan.gains.p))
-    panel = Panel(p, q, find_positives(box, len(features), len(features[-1])), plan.gains.unit)
-    grad_p = plan.engine.pull_panel(panel, rows, columns, grad_q)
+    p = plan.layout.round(graph, plan.gains.p, first=True)
+    positives = find_positives(box, len(features), len(features[-1]))
+    panel = Panel(p, q, positives, plan.gains.unit, plan.layout.num_low)
+    grad_p = plan.layout.join(plan.engine.pull_panel(panel, rows, columns, grad_q), graph.shape[-1], first=True)
     return torch.autograd.grad(graph, leaves, grad_p.view(graph.shape))
 
 
@@ -149,18 +162,20 @@ def _pull_q(plan: Plan, features: Sequence[Tensor], grad_q: Tensor) -> tuple[Ten
     leaves = [feature.detach().requires_grad_() for feature in features]
     with torch.enable_grad():
         graph = _build_q(plan, leaves)
+    grad_q = plan.layout.join(grad_q, graph.shape[-1], first=False)
     return torch.autograd.grad(graph, leaves, grad_q.view(graph.shape))
 
 
-def _find_gains(scale: Tensor, features: Sequence[Tensor], middle: int) -> Gains:
-    """From a bound of each half: the largest product there could be of what its features hold in one column."""
-    tops = find_top(torch.stack(tuple(features)), dim=1)
-    return find_gains(tops[:middle].prod(0).amax() * scale.abs(), tops[middle:].prod(0).amax())
-
-
-def _bound_weights(side: Side, sums: Tensor) -> Tensor:
-    """No weight of a row (or column) is above it: none of its logits is above their log-sum-exp, which is `sums`."""
-    return find_top((sums - side.peak).clamp(max=0).exp() * side.weight)
+def _find_gains(similarity: Similarity, scale: Tensor, features: Sequence[Tensor], middle: int) -> Gains:
+    """From a bound of each half."""
+    stacked, num = torch.stack(tuple(features)), len(features)
+    factor = find_factor(scale, similarity, num=num, whole=num).abs()
+    if similarity == "mip":  # the largest product there could be of what the features hold in one column
+        tops = find_top(stacked, dim=1)
+        return find_gains(tops[:middle].prod(0).amax() * factor, tops[middle:].prod(0).amax())
+    # With N the largest length of a half's sum its columns are at most N, 2 N, N^2 and 1: (1 + N)^2 is above all
+    lengths = torch.linalg.vector_norm(stacked, dim=2).amax(1)
+    return find_gains(factor * (1 + lengths[:middle].sum()).square(), (1 + lengths[middle:].sum()).square())
 
 
 def cut_boxes(num_axes: int, size: int, span: slice, max_rows: int) -> Iterator[Box]:
@@ -231,7 +246,3 @@ def _weigh_side(sums: Tensor, grads: Tensor, box: Box) -> Side:
     for own, grad in zip(peaks, _spread([g[r] for g, r in zip(grads, box)])):
         weight = weight + grad * (peak - own).exp()
     return Side(peak.reshape(-1).contiguous(), weight.reshape(-1).contiguous())
-
-
-def _flatten(half: Tensor) -> Tensor:
-    return half.reshape(-1, half.shape[-1]).contiguous()

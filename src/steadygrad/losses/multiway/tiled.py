@@ -18,6 +18,8 @@ TILE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 class TiledEngine:
     """See `engine.Engine`."""
 
+    fuses = False
+
     def __init__(self, precision: Precision, curve: Curve, *, tile_bytes: int | None = None) -> None:
         self.precision = precision
         self._curve = curve
@@ -57,14 +59,14 @@ class TiledEngine:
                 weights += (logits - columns.peak[tile]).clamp_(max=0).exp_().mul_(columns.weight[tile])
             if self._curve.slope is not None:
                 weights *= self._curve.slope(logits)
-            weights = weights.to(p.dtype)  # in fp16 their gain has put them in range
-            add_product(grad_p, weights, q[tile])
-            add_product(grad_q[tile], weights.t(), p)
+            for part in _split_weights(weights, panel):
+                add_product(grad_p, part, q[tile])
+                add_product(grad_q[tile], part.t(), p)
         return grad_p
 
     def _score(self, panel: Panel, tile: slice) -> Tensor:
         """Return logits of all rows with the tile's columns, MASKED at the positives."""
-        product = multiply(panel.p, panel.q[tile].t())
+        product = _multiply_halves(panel, tile)
         logits = self._curve.value(product if panel.unit is None else product.mul_(panel.unit))
         positives = panel.positives
         width, step = logits.shape[1], positives.column_step
@@ -74,6 +76,8 @@ class TiledEngine:
             row, column = positives.row + first * positives.row_step, positives.column + first * step - tile.start
             stride = positives.row_step * width + step  # from one positive to the next, in memory
             logits.view(-1)[row * width + column :: stride][: last - first] = MASKED
+        if panel.highest is not None:
+            torch.maximum(panel.highest, logits.amax(), out=panel.highest)
         return logits
 
     def _cut(self, panel: Panel) -> Iterator[slice]:
@@ -82,6 +86,21 @@ class TiledEngine:
         tile_bytes = self._tile_bytes or TILE_BYTES.get(p.device.type, TILE_BYTES["cpu"])
         width = max(1, tile_bytes // (len(p) * _sum_dtype(p).itemsize))
         yield from (slice(start, start + width) for start in range(0, len(panel.q), width))
+
+
+def _split_weights(weights: Tensor, panel: Panel) -> list[Tensor]:
+    """Return them rounded as the halves are, and what that took from them if the halves keep it too."""
+    rounded = weights.to(panel.p.dtype)  # in fp16 their gain has put them in range
+    return [rounded, (weights - rounded).to(panel.p.dtype)] if panel.num_low else [rounded]
+
+
+def _multiply_halves(panel: Panel, tile: slice) -> Tensor:
+    p, q, low = panel.p, panel.q[tile], panel.num_low
+    product = multiply(p[:, low:], q[:, low:].t())
+    if low:
+        product += multiply(p[:, :low], q[:, low : 2 * low].t())
+        product += multiply(p[:, low : 2 * low], q[:, :low].t())
+    return product
 
 
 def _sum_dtype(half: Tensor) -> torch.dtype:

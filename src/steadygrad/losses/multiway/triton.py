@@ -1,4 +1,4 @@
-"""The engine on CUDA for the product of vectors: each program multiplies one tile and folds it where it is made.
+"""The engine on CUDA: each program multiplies one tile and folds it where it is made.
 
 Forward: a tile's row and column log-sum-exps leave the chip, 1/64 of the tile or less; they are folded afterwards in
 fixed order. Backward: the tile's weights dLoss/dL leave it once, as a panel of a few hundred MiB, and two cuBLAS
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from steadygrad.losses.multiway.engine import Panel, Side
-from steadygrad.losses.multiway.precision import Precision, add_product, multiply
+from steadygrad.losses.multiway.precision import Precision, add_product, get_dtype, multiply
 
 PANEL_BYTES = (512 << 20, 1 << 30)  # of weights; least, most; between them as much as the columns' half takes twice
 PANEL_ROWS = 32768  # where no weights are kept
@@ -43,6 +43,8 @@ class Tiles:
 DEFAULT_TILES: dict[Precision, tuple[Tiles, Tiles]] = {
     "bf16": (Tiles(128, 128, 64, 4, 3), Tiles(128, 256, 64, 8, 3)),
     "fp16": (Tiles(128, 128, 64, 4, 3), Tiles(128, 256, 64, 8, 3)),
+    # Four operands a step in place of two, so half the depth
+    "fp16x3": (Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
     "tf32": (Tiles(256, 128, 32, 8, 3), Tiles(128, 256, 32, 8, 3)),
     "fp32": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 32, 4, 2)),
 }
@@ -52,15 +54,41 @@ DEFAULT_TILES: dict[Precision, tuple[Tiles, Tiles]] = {
 def _multiply_tile(
     p, q, unit, row, column, num_rows, num_columns, depth,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
-    HAS_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_UNIT: tl.constexpr, PRECISION: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """unit * sum_z p[row, z] q[column, z], in fp32; rows and columns beyond the end repeat earlier ones."""
+    """unit * sum_z p[row, z] q[column, z], in fp32; rows and columns beyond the end repeat earlier ones.
+
+    The first LOW columns are low parts of the next: they are multiplied by the other half's high parts only.
+    """
     z = tl.arange(0, DEPTH)
     # int64: row * depth passes 2^31 for a large half
-    left = p + (row % num_rows).to(tl.int64)[:, None] * depth + z[None, :]
-    right = q + (column % num_columns).to(tl.int64)[None, :] * depth + z[:, None]
+    left = p + (row % num_rows).to(tl.int64)[:, None] * depth + z[None, :] + LOW
+    right = q + (column % num_columns).to(tl.int64)[None, :] * depth + z[:, None] + LOW
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, depth, DEPTH):
+    if LOW > 0:  # the small products first
+        low_left = left - LOW
+        low_right = right - LOW
+        for start in range(0, LOW, DEPTH):
+            if LOW % DEPTH == 0:
+                a_high = tl.load(low_left + LOW)
+                b_high = tl.load(low_right + LOW)
+                a_low = tl.load(low_left)
+                b_low = tl.load(low_right)
+            else:
+                a_high = tl.load(low_left + LOW, mask=(start + z)[None, :] < LOW, other=0.0)
+                b_high = tl.load(low_right + LOW, mask=(start + z)[:, None] < LOW, other=0.0)
+                a_low = tl.load(low_left, mask=(start + z)[None, :] < LOW, other=0.0)
+                b_low = tl.load(low_right, mask=(start + z)[:, None] < LOW, other=0.0)
+            if WIDEN:
+                a_high = a_high.to(tl.float32)
+                b_high = b_high.to(tl.float32)
+                a_low = a_low.to(tl.float32)
+                b_low = b_low.to(tl.float32)
+            total = tl.dot(a_low, b_high, total, input_precision=PRECISION)
+            total = tl.dot(a_high, b_low, total, input_precision=PRECISION)
+            low_left += DEPTH
+            low_right += DEPTH
+    for start in range(LOW, depth, DEPTH):
         if EVEN:
             a = tl.load(left)
             b = tl.load(right)
@@ -76,6 +104,29 @@ def _multiply_tile(
     if HAS_UNIT:
         total *= tl.load(unit)
     return total
+
+
+@triton.jit
+def _bend(x, CURVE: tl.constexpr):
+    """Return the logit of a product, as `similarity.CURVES` has it; 2.5e-13 is its LEAST_ROOT squared."""
+    if CURVE != "line":
+        # Otherwise the larger of a number and NaN is the number, and a broken feature would go unseen
+        root = tl.sqrt(tl.maximum(x, 2.5e-13, propagate_nan=tl.PropagateNan.ALL))
+        if CURVE == "root":
+            x = root + tl.minimum(x, 0.0)
+        else:
+            x = -root
+    return x
+
+
+@triton.jit
+def _weigh_slope(w, x, CURVE: tl.constexpr):
+    """Return w times the curve's slope where the logit is x."""
+    if CURVE == "root":
+        w *= 0.5 / tl.maximum(x, 5e-7)
+    if CURVE == "minus root":
+        w *= -0.5 / tl.maximum(-x, 5e-7)
+    return w
 
 
 @triton.jit
@@ -96,10 +147,11 @@ def _drop_positives(x, row, column, first_row, row_step, first_column, column_st
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _sum_tiles(
-    p, q, unit, row_sums, column_sums, num_rows, num_columns, depth, row_tiles, column_tiles,
+    p, q, unit, row_sums, column_sums, tops, num_rows, num_columns, depth, row_tiles, column_tiles,
     first_row, row_step, first_column, column_step, num_positives,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
-    WIDEN: tl.constexpr, HAS_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, HAS_UNIT: tl.constexpr, PRECISION: tl.constexpr, LOW: tl.constexpr, CURVE: tl.constexpr,
+    HAS_TOPS: tl.constexpr,
 ):  # fmt: skip
     """row_sums[i, t] = log sum of exp L[i, :] over the columns of tile t; column_sums[t, k] likewise over its rows."""
     tile = tl.program_id(0)
@@ -108,14 +160,18 @@ def _sum_tiles(
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     x = _multiply_tile(
-        p, q, unit, row, column, num_rows, num_columns, depth, ROWS, COLUMNS, DEPTH, EVEN, WIDEN, HAS_UNIT, PRECISION
+        p, q, unit, row, column, num_rows, num_columns, depth, ROWS, COLUMNS, DEPTH, EVEN, WIDEN, HAS_UNIT, PRECISION,
+        LOW,
     )  # fmt: skip
+    x = _bend(x, CURVE)
     if not WHOLE:
         x = tl.where((row < num_rows)[:, None] & (column < num_columns)[None, :], x, -1e30)
     x = _drop_positives(x, row, column, first_row, row_step, first_column, column_step, num_positives)
     row_top = tl.max(x, 1)
     column_top = tl.max(x, 0)
     top = tl.max(row_top, 0)
+    if HAS_TOPS:
+        tl.store(tops + tile, top)
     # Without rows and columns beyond the end: at -1e30 they would always force the slower branch
     low = tl.minimum(
         tl.min(tl.where(row < num_rows, row_top, top), 0), tl.min(tl.where(column < num_columns, column_top, top), 0)
@@ -139,25 +195,33 @@ def _sum_tiles(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _weigh_tiles(
-    p, q, unit, row_peak, row_weight, column_peak, column_weight, weights, num_rows, num_columns, depth,
+    p, q, unit, gain, row_peak, row_weight, column_peak, column_weight, weights, num_rows, num_columns, depth,
     row_tiles, first_row, row_step, first_column, column_step, num_positives,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
-    WIDEN: tl.constexpr, HAS_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, HAS_UNIT: tl.constexpr, HAS_GAIN: tl.constexpr, PRECISION: tl.constexpr,
+    LOW: tl.constexpr, CURVE: tl.constexpr,
 ):  # fmt: skip
-    """weights[i, k] = exp(L - row_peak[i]) row_weight[i] + exp(L - column_peak[k]) column_weight[k]."""
+    """weights[i, k] = gain * slope(L) * (exp(L - row_peak[i]) row_weight[i] + the same of column k)."""
     tile = tl.program_id(0)
     row_tile = tile % row_tiles
     column_tile = tile // row_tiles
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     x = _multiply_tile(
-        p, q, unit, row, column, num_rows, num_columns, depth, ROWS, COLUMNS, DEPTH, EVEN, WIDEN, HAS_UNIT, PRECISION
+        p, q, unit, row, column, num_rows, num_columns, depth, ROWS, COLUMNS, DEPTH, EVEN, WIDEN, HAS_UNIT, PRECISION,
+        LOW,
     )  # fmt: skip
+    x = _bend(x, CURVE)
+    if not WHOLE:  # rows beyond the end repeat earlier ones, and there a positive would be beyond what fp16 holds
+        x = tl.where((row < num_rows)[:, None] & (column < num_columns)[None, :], x, -1e30)
     x = _drop_positives(x, row, column, first_row, row_step, first_column, column_step, num_positives)
     u_peak = tl.load(row_peak + row % num_rows)
     v_peak = tl.load(column_peak + column % num_columns)
     u = tl.load(row_weight + row % num_rows)
     v = tl.load(column_weight + column % num_columns)
+    if HAS_GAIN:
+        u *= tl.load(gain)
+        v *= tl.load(gain)
     low = tl.minimum(tl.min(u_peak, 0), tl.min(v_peak, 0))
     high = tl.maximum(tl.max(u_peak, 0), tl.max(v_peak, 0))
     middle = (low + high) * 0.5
@@ -170,19 +234,66 @@ def _weigh_tiles(
     else:
         w = tl.exp2(tl.minimum(x - u_peak[:, None], 0.0) * 1.4426950408889634) * u[:, None]
         w += tl.exp2(tl.minimum(x - v_peak[None, :], 0.0) * 1.4426950408889634) * v[None, :]
+    w = _weigh_slope(w, x, CURVE)
     at = weights + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    rounded = w.to(weights.dtype.element_ty)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     if WHOLE:
-        tl.store(at, w.to(weights.dtype.element_ty))
+        tl.store(at, rounded)
     else:
-        inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        tl.store(at, w.to(weights.dtype.element_ty), mask=inside)
+        tl.store(at, rounded, mask=inside)
+    if LOW > 0:  # what rounding took from them, in a second panel
+        low = (w - rounded.to(tl.float32)).to(weights.dtype.element_ty)
+        tl.store(at + num_rows.to(tl.int64) * num_columns, low, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _fold_parts(
+    parts, into, num, num_parts, item_step, part_step,
+    ADD: tl.constexpr, ITEMS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """into[i] = log sum_t exp parts[i, t], in fixed order; with ADD its earlier value is one more part."""
+    item = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    # -1e30 is `similarity.MASKED`
+    top = tl.full([ITEMS], -1e30, tl.float32)
+    total = tl.zeros([ITEMS], tl.float32)
+    if ADD:
+        top = tl.load(into + item, mask=item < num, other=-1e30)
+        total += 1.0
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (item < num)[:, None] & (part < num_parts)[None, :]
+        at = item[:, None] * item_step + part.to(tl.int64)[None, :] * part_step
+        x = tl.load(parts + at, mask=inside, other=-1e30)
+        new = tl.maximum(top, tl.max(x, 1))
+        e = tl.where((part < num_parts)[None, :], tl.exp2((x - new[:, None]) * 1.4426950408889634), 0.0)
+        total = total * tl.exp2((top - new) * 1.4426950408889634) + tl.sum(e, 1)
+        top = new
+    tl.store(into + item, top + tl.log2(total) * 0.6931471805599453, mask=item < num)
+
+
+def fold_parts(parts: Tensor, dim: int, into: Tensor, *, add: bool = False) -> Tensor:
+    """Return `into`, with the log-sum-exp of a matrix along `dim`; with `add` of its earlier values too.
+
+    One launch where torch.logsumexp takes nine.
+    """
+    num, num_parts = len(into), parts.shape[dim]
+    items = 32 if num < 1 << 14 else 128  # enough programs at small batches, few at large
+    _fold_parts[(triton.cdiv(num, items),)](
+        parts, into, num, num_parts, parts.stride(1 - dim), parts.stride(dim),
+        ADD=add, ITEMS=items, PARTS=min(32, triton.next_power_of_2(num_parts)),
+    )  # fmt: skip
+    return into
 
 
 class TritonEngine:
     """See `engine.Engine`; `tiles` other than the defaults are for measuring and for tests."""
 
-    def __init__(self, precision: Precision, tiles: Tiles | None = None) -> None:
+    fuses = True
+
+    def __init__(self, precision: Precision, tiles: Tiles | None = None, *, curve: str = "line") -> None:
         self.precision = precision
+        self._curve = curve
         self._sum_tiles, self._weigh_tiles = (tiles, tiles) if tiles else DEFAULT_TILES[precision]
         self._input_precision = "tf32" if precision == "tf32" else "ieee"
 
@@ -191,49 +302,73 @@ class TritonEngine:
         if not pull:
             return PANEL_ROWS
         least, most = PANEL_BYTES
-        size = 2 if self.precision in ("fp16", "bf16") else 4
+        size = 4 if self.precision == "fp16x3" else get_dtype(self.precision).itemsize  # two panels of 2 bytes
         allowed = min(most, max(least, 8 * num_columns * depth))
         rows = self._weigh_tiles.rows
         return max(1, allowed // (num_columns * size) // rows) * rows
 
     def sum_rows(self, panel: Panel) -> Tensor:
         """See `Engine.sum_rows`; the columns' sums cost next to nothing here, and are not folded."""
-        return self._sum_by_tile(panel)[0].logsumexp(1)
+        row_sums, _ = self.sum_by_tile(panel)
+        return fold_parts(row_sums, 1, row_sums.new_empty(len(panel.p)))
 
     def sum_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         """See `Engine.sum_panel`."""
-        row_sums, column_sums = self._sum_by_tile(panel)
-        return row_sums.logsumexp(1), column_sums.logsumexp(0)
+        row_sums, column_sums = self.sum_by_tile(panel)
+        rows, columns = row_sums.new_empty(len(panel.p)), row_sums.new_empty(len(panel.q))
+        return fold_parts(row_sums, 1, rows), fold_parts(column_sums, 0, columns)
 
-    def _sum_by_tile(self, panel: Panel) -> tuple[Tensor, Tensor]:
+    def sum_by_tile(self, panel: Panel) -> tuple[Tensor, Tensor]:
         """Return [rows, column tiles] and [row tiles, columns]."""
         p, q = panel.p, panel.q
         row_tiles, column_tiles = _count_tiles(self._sum_tiles, panel)
         row_sums = torch.empty(len(p), column_tiles, dtype=torch.float32, device=p.device)
         column_sums = torch.empty(row_tiles, len(q), dtype=torch.float32, device=p.device)
+        tops = None if panel.highest is None else row_sums.new_empty(row_tiles * column_tiles)
         _sum_tiles[(row_tiles * column_tiles,)](
-            p, q, panel.unit, row_sums, column_sums, len(p), len(q), p.shape[1], row_tiles, column_tiles,
-            *astuple(panel.positives), **self._options(self._sum_tiles, panel),
+            p, q, panel.unit, row_sums, column_sums, tops, len(p), len(q), p.shape[1], row_tiles, column_tiles,
+            *astuple(panel.positives), HAS_TOPS=tops is not None, **self._options(self._sum_tiles, panel),
         )  # fmt: skip
+        if tops is not None and panel.highest is not None:
+            torch.maximum(panel.highest, tops.amax(), out=panel.highest)
         return row_sums, column_sums
 
     def pull_panel(self, panel: Panel, rows: Side, columns: Side | None, grad_q: Tensor) -> Tensor:
         """See `Engine.pull_panel`."""
-        p, q = panel.p, panel.q
+        q = panel.q
         if columns is None:  # any bound of the logits will do as a peak that has no weight
             columns = Side(rows.peak.max().expand(len(q)).contiguous(), torch.zeros_like(q[:, 0], dtype=torch.float32))
-        weights = torch.empty(len(p), len(q), dtype=p.dtype, device=p.device)  # about PANEL_BYTES
-        self.weigh_panel(panel, rows, columns, weights)
-        add_product(grad_q, weights.t(), p)
-        return multiply(weights, q)
+        return self.pull_both(panel, rows, columns, grad_q)[0]
 
-    def weigh_panel(self, panel: Panel, rows: Side, columns: Side, weights: Tensor) -> None:
-        """Write dLoss/dL of the panel into `weights`."""
+    def pull_both(
+        self, panel: Panel, rows: Side, columns: Side, grad_q: Tensor | None, *, gain: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return grad_p, and grad_q with what it held before, if anything; `gain` multiplies the weights."""
+        p, q = panel.p, panel.q
+        num_parts = 2 if panel.num_low else 1
+        weights = torch.empty(num_parts, len(p), len(q), dtype=p.dtype, device=p.device)  # about PANEL_BYTES
+        self.weigh_panel(panel, rows, columns, weights, gain=gain)
+        if grad_q is None:
+            grad_q = multiply(weights[0].t(), p)
+        else:
+            add_product(grad_q, weights[0].t(), p)
+        grad_p = multiply(weights[0], q)
+        # Of the low weights the halves' low parts are not needed, but a product into part of a row is not faster
+        for low in weights[1:]:
+            add_product(grad_q, low.t(), p)
+            add_product(grad_p, low, q)
+        return grad_p, grad_q
+
+    def weigh_panel(
+        self, panel: Panel, rows: Side, columns: Side, weights: Tensor, *, gain: Tensor | None = None
+    ) -> None:
+        """Write dLoss/dL of the panel, times `gain`, into `weights` [1, rows, columns]; with low parts [2, ...]."""
         p, q = panel.p, panel.q
         row_tiles, column_tiles = _count_tiles(self._weigh_tiles, panel)
         _weigh_tiles[(row_tiles * column_tiles,)](
-            p, q, panel.unit, rows.peak, rows.weight, columns.peak, columns.weight, weights, len(p), len(q), p.shape[1],
-            row_tiles, *astuple(panel.positives), **self._options(self._weigh_tiles, panel),
+            p, q, panel.unit, gain, rows.peak, rows.weight, columns.peak, columns.weight, weights, len(p), len(q),
+            p.shape[1], row_tiles, *astuple(panel.positives), HAS_GAIN=gain is not None,
+            **self._options(self._weigh_tiles, panel),
         )  # fmt: skip
 
     def _options(self, tiles: Tiles, panel: Panel) -> dict[str, int | bool | str]:
@@ -242,11 +377,13 @@ class TritonEngine:
             "ROWS": tiles.rows,
             "COLUMNS": tiles.columns,
             "DEPTH": tiles.depth,
-            "EVEN": p.shape[1] % tiles.depth == 0,
+            "EVEN": (p.shape[1] - panel.num_low) % tiles.depth == 0,
             "WHOLE": len(p) % tiles.rows == 0 and len(q) % tiles.columns == 0,
             "WIDEN": not p.is_cuda,
             "HAS_UNIT": panel.unit is not None,
             "PRECISION": self._input_precision,
+            "LOW": panel.num_low,
+            "CURVE": self._curve,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
         }
