@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,34 @@ def test_a_quiet_guard_on_two_ranks_leaves_the_weights_of_the_unguarded_loop() -
     assert_alike([guarded for guarded, _ in results], "incidents")
     for guarded, stock in results:
         assert_same(guarded["state"], stock)
+
+
+class Lines(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.seen: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append((record.levelname, record.getMessage()))
+
+
+def train_and_listen() -> list[tuple[str, str]]:
+    lines, logger = Lines(), logging.getLogger("steadygrad")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    Training(clip=None).run(poison_input(make_batches(), 3))
+    return [(level, text) for level, text in lines.seen if "nonfinite" in text or "NaN" in text]
+
+
+def test_what_all_ranks_find_is_a_warning_of_the_first_alone() -> None:
+    first, second = run_ranks(train_and_listen, 2)
+    assert "WARNING" in {level for level, _ in first}
+    assert any("rank 1" in text for _, text in first), "wherever it began"
+    about_all = [(level, text) for level, text in second if any(text == other for _, other in first)]
+    assert about_all
+    assert {level for level, _ in about_all} == {"INFO"}
 
 
 def train_clipped() -> tuple[dict[str, Any], float]:

@@ -156,6 +156,21 @@ def test_snapshots_and_scans_fall_into_the_fifty_steps_without_a_sync() -> None:
     assert guard.findings == [] or all(f.severity.value == "info" for f in guard.findings)
 
 
+def test_a_scan_pins_no_memory_after_the_first() -> None:
+    """Pinning waits for the device; with this many tensors the numbers of a scan need larger buffers than others."""
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(150)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    guard = Guard(model, optimizer, config=GuardConfig(measure=MeasureConfig(scan_every=4)))
+    fn, x = loss_of(model), torch.randn(8, 16, device="cuda")
+    for _ in range(60):  # beyond the snapshot of step 50, which pins too
+        guard.step(fn, x)
+    guard.flush()
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    for _ in range(36):
+        guard.step(fn, x)
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+
+
 def test_three_hundred_steps_with_everything_on_and_a_large_state(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()

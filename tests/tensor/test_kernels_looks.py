@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from training import DEVICES, loss_of, make_batches, make_model
 
 from steadygrad.measure.kernels import looks
@@ -68,6 +69,17 @@ def test_one_bit_changes_the_hash_of_its_tensor_alone() -> None:
 )
 def test_a_layout_that_the_kernels_would_misread_is_refused(shape: Any, stride: Any) -> None:
     assert not triton_looks.fits(torch.randn(64).as_strided(shape, stride))
+
+
+def test_a_tensor_whose_memory_was_freed_or_is_held_by_another_is_refused() -> None:
+    whole = torch.randn(64, device=DEVICE)
+    freed = whole[8:40].view(4, 8)
+    assert triton_looks.fits(freed)
+    whole.untyped_storage().resize_(0)  # as FSDP does between two uses of a parameter
+    assert not triton_looks.fits(freed)
+    # Of DTensor's kind: it has a shape and a dtype, and its elements are elsewhere.
+    wrapper = Tensor._make_wrapper_subclass(DTensor, (4, 8), dtype=torch.float32, device=DEVICE)  # type: ignore[attr-defined]
+    assert not triton_looks.fits(wrapper)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])

@@ -18,6 +18,7 @@ from torch import nn
 
 from steadygrad import Guard, GuardConfig, RecordConfig, UsageError
 from steadygrad.facts import GradientTable
+from steadygrad.monitor import GradientHealthMonitor
 from steadygrad.record import Sink
 from steadygrad.record.logger import LoggerSink
 from steadygrad.record.series import MAX_BLOCKS, list_layers, measure_blocks
@@ -226,6 +227,31 @@ def test_a_wandb_run_that_was_handed_over_stays_open(offline: Path) -> None:
     records = read_wandb(offline)
     assert read_history(records)[-1]["mine"] == 1.0
     assert not any(record.WhichOneof("record_type") == "alert" for record in records)
+
+
+@pytest.mark.parametrize("gives_steps", [True, False], ids=["log(step=)", "log()"])
+def test_a_monitor_loses_no_point_in_a_wandb_run_and_neither_does_the_script(
+    offline: Path, *, gives_steps: bool
+) -> None:
+    import wandb
+
+    model = nn.Linear(3, 1)
+    model(torch.ones(2, 3)).sum().backward()
+    monitor = GradientHealthMonitor(model, enable_detailed_logging=False)
+    with wandb.init(project="p", dir=offline, mode="offline", settings=QUIET) as run:
+        for step in range(6):
+            own = {"step": step} if gives_steps else {}
+            monitor.log_statistics(monitor.check_gradients(), step=step)
+            run.log({"loss": float(step)}, **own)
+            run.log({"rate": float(step)}, **own)  # without `step=` wandb is ahead from here on
+
+    records = read_wandb(offline)
+    rows = read_history(records)
+    assert [row["optimizer_step"] for row in rows if "grad/global_norm" in row] == list(range(6))
+    assert [row["loss"] for row in rows if "loss" in row] == list(range(6))
+    assert [row["rate"] for row in rows if "rate" in row] == list(range(6))
+    axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.WhichOneof("record_type") == "metric"}
+    assert axes["grad/*"] == "optimizer_step"
 
 
 def test_a_wandb_run_that_cannot_be_opened_says_what_to_do(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,14 +16,17 @@ from steadygrad.detect import standard_rules
 from steadygrad.facts import GradientTable, Reading
 from steadygrad.measure import Meter, StepContext, Transfer
 from steadygrad.measure.kernels import reference
+from steadygrad.measure.measurement import split_by_size
 
 SHAPES = [(64, 4), (64,), (3, 5, 7), (1,), (2, 2)]
+LARGE = (600, 512)
+"""More elements than are measured together."""
 
 
-def make_parameters(*, seed: int = 0) -> list[tuple[str, Tensor]]:
+def make_parameters(*, seed: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     named = []
-    for i, shape in enumerate(SHAPES):
+    for i, shape in enumerate(shapes):
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.randn(shape, generator=generator)
         parameter.grad[..., 0] = 0.0
@@ -42,12 +46,13 @@ def measure_twice(named: list[tuple[str, Tensor]], loss: Tensor | None = None) -
 # --- all gradients at once ------------------------------------------------------------------------------------------
 
 
-def test_small_gradients_measured_at_once_equal_the_specification() -> None:
-    named = make_parameters()
+@pytest.mark.parametrize("shapes", [SHAPES, [*SHAPES[:2], LARGE, *SHAPES[2:], LARGE], [LARGE]])
+def test_gradients_measured_the_short_way_equal_the_specification(shapes: Sequence[tuple[int, ...]]) -> None:
+    named = make_parameters(shapes=shapes)
     m, numbers = measure_twice(named, torch.tensor(2.5))
     expected = torch.empty(len(named), 5, dtype=torch.float64)
     reference.measure_table([p.grad for _, p in named if p.grad is not None], expected)
-    # fp32 sums of a few hundred squares against float64 ones
+    # fp32 sums of a few hundred squares, or of 300,000 by BLAS, against float64 ones
     torch.testing.assert_close(torch.tensor(numbers[8:], dtype=torch.float64).view(-1, 5), expected, rtol=2e-6, atol=0)
     norm = math.hypot(*expected[:, 0].tolist())
     assert numbers[0] == 2.5
@@ -57,9 +62,12 @@ def test_small_gradients_measured_at_once_equal_the_specification() -> None:
     torch.testing.assert_close(m.flags, torch.tensor([0.0, 1.0 / numbers[5]]))
 
 
+@pytest.mark.parametrize("large", [[], [LARGE]], ids=["small", "large"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e25, 1e-25])
-def test_numbers_that_are_not_ordinary_go_the_long_way_and_are_exact(poison: float) -> None:
-    named = make_parameters()
+def test_numbers_that_are_not_ordinary_go_the_long_way_and_are_exact(
+    poison: float, large: list[tuple[int, ...]]
+) -> None:
+    named = make_parameters(shapes=[*SHAPES, *large])
     for _, parameter in named[:1]:
         assert parameter.grad is not None
         parameter.grad.zero_()
@@ -79,6 +87,27 @@ def test_measuring_changes_no_gradient(num: int) -> None:
     before = [p.grad.clone() for _, p in named if p.grad is not None]
     measure_twice(named)
     assert all(torch.equal(p.grad, kept) for (_, p), kept in zip(named, before) if p.grad is not None)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e25, 1e-25])
+def test_a_large_gradient_among_small_ones_is_measured_exactly_too(poison: float) -> None:
+    named = make_parameters(shapes=[*SHAPES[:2], LARGE, *SHAPES[2:]])
+    gradient = named[2][1].grad
+    assert gradient is not None
+    gradient.zero_()
+    gradient[300, 100], gradient[301, 7] = poison, -0.0
+    m, numbers = measure_twice(named)
+    found = m.read(numbers, StepContext(step=1), skipped=False).gradients["p2"]
+    assert (found.num_nan, found.num_nonfinite) == (int(math.isnan(poison)), int(not math.isfinite(poison)))
+    assert found.num_zeros == gradient.numel() - 1
+    if math.isfinite(poison):
+        assert found.norm == pytest.approx(poison, rel=1e-6)
+
+
+def test_the_smallest_gradients_are_measured_together() -> None:
+    assert split_by_size([8, 1 << 18, 1 << 17, 4]) == ([0, 2, 3], [1])
+    assert split_by_size([1 << 19]) == ([], [0])
+    assert split_by_size([]) == ([], [])
 
 
 def test_plans_that_share_memory_measure_their_own_gradients() -> None:

@@ -432,6 +432,23 @@ def test_older_than_the_last_restore_although_a_newer_one_became_good() -> None:
 # --- when, and how much memory -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("config", "ranks", "said"),
+    [
+        (SnapshotConfig(keep=2), 1, "up to 2 snapshots in host memory: a quarter of what is free is "),
+        (SnapshotConfig(), 4, "up to 3 snapshots in host memory: a quarter of what is free shared by 4 ranks is "),
+        (SnapshotConfig(max_bytes=3 << 20), 4, "up to 3 snapshots in host memory: SnapshotConfig.max_bytes is 3.0 MiB"),
+    ],
+)
+def test_the_memory_that_they_may_take_is_logged_at_the_start(
+    caplog: pytest.LogCaptureFixture, config: SnapshotConfig, ranks: int, said: str
+) -> None:
+    caplog.set_level("INFO", logger="steadygrad")
+    model = nn.Linear(2, 2)
+    Snapshots(model, [torch.optim.SGD(model.parameters())], config=config, num_neighbours=ranks)
+    assert said in caplog.text
+
+
 def test_the_ring_keeps_the_newest_and_never_gives_up_the_last_good_one() -> None:
     model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=3))
     fill(snapshots, model, range(1, 7))
@@ -469,6 +486,76 @@ def test_when_none_fits_they_are_off_and_say_so() -> None:
     assert "one would take 320 bytes" in snapshots.describe()
     with pytest.raises(UsageError, match=r"snapshots are off, because one would take .*max_bytes"):
         snapshots.restore()
+
+
+@pytest.mark.parametrize("slowly", [False, True])
+def test_blocks_come_in_their_order_whatever_thread_pins_them(monkeypatch: pytest.MonkeyPatch, slowly: bool) -> None:
+    threads = set()
+
+    def pin(size: int, _events: object) -> Tensor:
+        threads.add(threading.get_ident())
+        time.sleep(0.02 if size == sizes[0] else 0.0)  # the first is done last
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr("steadygrad.act.pinned_memory.pin", pin)
+    monkeypatch.setattr("steadygrad.act.pinned_memory.PACE", 0.0)
+    sizes = [(70 - i) << 21 for i in range(8)]  # each takes a whole block
+    memory = PinnedMemory(pinned=True)
+    memory.prepare(sizes, slowly=slowly)
+    memory._finish()
+    assert [block.numel() for block in memory._blocks] == sizes == memory._sizes
+    assert (len(threads) == 1) == slowly
+
+
+def test_a_block_that_cannot_be_pinned_is_an_error_for_the_one_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin(size: int, _events: object) -> Tensor:
+        if size < 66 << 21:
+            raise MemoryError("no more pages")
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr("steadygrad.act.pinned_memory.pin", pin)
+    memory = PinnedMemory(pinned=True)
+    memory.prepare([(70 - i) << 21 for i in range(8)], slowly=False)
+    with pytest.raises(RuntimeError, match="no more pages"):
+        memory.make_room([])
+
+
+def test_a_state_that_has_grown_is_pinned_beside_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    add = PinnedMemory._add
+    pinning: list[tuple[int, bool]] = []
+
+    def add_and_note(memory: PinnedMemory, sizes: list[int], *args: Any, **kwargs: Any) -> None:
+        if sizes:
+            pinning.append((step, threading.current_thread() is threading.main_thread()))
+        add(memory, sizes, *args, **kwargs)
+
+    monkeypatch.setattr(PinnedMemory, "_add", add_and_note)
+    monkeypatch.setattr("steadygrad.act.pinned_memory.pin", lambda size, _events: empty(size, dtype=torch.uint8))
+    monkeypatch.setattr("steadygrad.act.pinned_memory.PACE", 0.0)
+    monkeypatch.setattr("steadygrad.act.snapshots.look", lambda *_: None)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **kwargs: empty(*sizes, **kwargs))
+    step = 0
+    model = nn.Linear(2048, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+    grown = nn.Module()  # gains a tensor later, as an optimizer does that averages the weights
+    snapshots = Pinned(
+        model, [optimizer], extras={"grown": grown}, config=SnapshotConfig(good_after=1, every=10, keep=3)
+    )
+    taken = []
+    for step in range(40):
+        if snapshots.due(step) and snapshots.take(step):
+            taken.append(step)
+        model(torch.ones(2, 2048)).sum().backward()
+        optimizer.step()
+        if step == 3:
+            grown.register_buffer("average", torch.zeros(4096, 4096))
+        snapshots.healthy_step(step)
+        while step and snapshots._ring.is_preparing:
+            time.sleep(0.001)
+    assert len(taken) > 2
+    assert [when for when, is_main in pinning if is_main] == []
+    assert any(when > 3 for when, _ in pinning), "the larger state needed memory"
 
 
 def test_optimizer_state_that_comes_later_counts() -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from steadygrad.act.engine_scale import EngineScale
 from steadygrad.act.forwards import Watching, watch_forwards
 from steadygrad.act.patches import Patches
 from steadygrad.act.zero import Partitions, is_engine
@@ -200,40 +200,6 @@ class EngineDrive:
             problems += [f"{path.name}: {problem}" for problem in scan.problems]
             problems += [f"{path.name}: {tensor.name} is not finite" for tensor in scan.bad_tensors]
         return "; ".join(problem for one in self._gather(problems[:SHOWN]) for problem in one)
-
-
-class EngineScale:
-    """The engine's loss scale, as a Guard asks for a GradScaler's. The engine itself scales, and updates the scale."""
-
-    unscales = False  # the engine divides its gradients by the scale itself
-
-    def __init__(self, partitions: Partitions) -> None:
-        self._partitions = partitions
-
-    def is_enabled(self) -> bool:
-        """Return that the loss is scaled."""
-        return True
-
-    @property
-    def now(self) -> Tensor | None:
-        """The scale of the current step."""
-        scale = self._partitions.loss_scale
-        return None if scale is None else torch.tensor(scale)
-
-    @property
-    def factor(self) -> Tensor | None:
-        """The scale that the gradients carry."""
-        return self.now
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss as it is: the engine scales it."""
-        return loss
-
-    def end_step(self) -> None:
-        """End the step."""
-
-    def update(self, *, bad_gradient: Tensor, bad_loss: Tensor | None) -> None:
-        """Leave that to the engine."""
 
 
 def _report(guard: Driven, message: str) -> Finding:

@@ -23,7 +23,7 @@ class SnapshotRing:
     """The snapshots of one training."""
 
     def __init__(self, config: SnapshotConfig, *, agree: Agree | None, num_neighbours: int) -> None:
-        self._config, self._agree = config, agree
+        self._config, self._agree, self._num_neighbours = config, agree, num_neighbours
         self._max_bytes = config.max_bytes or find_free_bytes() // FREE_SHARE // max(1, num_neighbours)
         self._were_finite: set[str] = set()
         self._restored: Snapshot | None = None
@@ -75,8 +75,14 @@ class SnapshotRing:
         if one <= self._max_bytes:
             self.limit = min(self._config.keep, self._max_bytes // max(1, one))
             return None
+        return f"one would take {_in_units(one)} of host memory, and {self.describe_bound()}"
+
+    def describe_bound(self) -> str:
+        """Return how much host memory the snapshots may take, and why."""
         whose = "a quarter of what is free" if self._config.max_bytes is None else "SnapshotConfig.max_bytes"
-        return f"one would take {_in_units(one)} of host memory, and {whose} is {_in_units(self._max_bytes)}"
+        shared = self._config.max_bytes is None and self._num_neighbours > 1
+        ranks = f" shared by {self._num_neighbours} ranks" if shared else ""
+        return f"{whose}{ranks} is {_in_units(self._max_bytes)}"
 
     def find_memory(self, sizes: Sequence[int], *, pinned: bool) -> PinnedMemory | None:
         """Return memory for one more snapshot, within the bound; None if the ring must keep what it has."""

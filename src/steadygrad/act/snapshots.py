@@ -96,8 +96,10 @@ class Snapshots:
         self.num_again = 0
         """Steps after the last restored snapshot that were repeated, and therefore count."""
         self._is_pinned = any(parameter.is_cuda for parameter in model.parameters())
-        if self.off is None and self._is_pinned:
-            self._prepare()
+        if self.off is None:
+            logger.info("up to %d snapshots in host memory: %s", self._config.keep, self._ring.describe_bound())
+            if self._is_pinned:
+                self._prepare()
 
     def compile(self) -> None:
         """On CUDA, load the kernels now, so that no step waits for them."""
@@ -155,6 +157,8 @@ class Snapshots:
         """
         if self._ring.is_preparing:
             return False
+        # As it is now: an average of the weights, for example, gains its tensors after the first step.
+        self._note_sizes(self._collect()[0].sources)
         memory = self._ring.find_memory(self._sizes, pinned=True)
         if memory is None:
             return False
@@ -212,7 +216,9 @@ class Snapshots:
 
     def _begin_pinning(self, memory: PinnedMemory, sizes: Sequence[int]) -> None:
         # Before the first step it is not known how much device memory training needs.
-        memory.prepare(sizes, then=None if self._last_taken is None else self._copier.make_reserve(memory, self._model))
+        is_running = self._last_taken is not None
+        then = self._copier.make_reserve(memory, self._model) if is_running else None
+        memory.prepare(sizes, then, slowly=is_running)
         self._ring.spare.append(memory)
 
     def _collect(self) -> tuple[Collector, State]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -51,8 +52,13 @@ def on_first_rank(context: contextlib.AbstractContextManager[None]) -> Iterator[
 
 
 def quiet_others(console: Console) -> Console:
-    """Return the console on rank 0, and one that shows nothing on the others."""
-    return console if is_first() else Console(Path(os.devnull).open("w", encoding="utf-8"))
+    """Return the console on rank 0, and one that shows nothing on the others, which log errors only."""
+    if is_first():
+        return console
+    # All ranks come to the same findings: eight GPUs would print each eight times. What a rank alone has seen is in
+    # its rank_N.jsonl, and in the incident that rank 0 prints.
+    logging.getLogger("steadygrad").setLevel(logging.ERROR)
+    return Console(Path(os.devnull).open("w", encoding="utf-8"))
 
 
 def end_rank(code: int) -> NoReturn:

@@ -148,9 +148,13 @@ class Forecast(Remembering):
         """Whether `score` would certainly be far below the limit and below what the tail remembers; needs no spread."""
         if not self.is_warm or not self._sorted:
             return False
-        above = value - self.level
+        # The level, with its parts at hand: this runs at every step.
+        ordered, usual = self._order(), median(self._sorted)
+        above = value - max(median(ordered) + usual, 1.5 * ordered[0] - 0.5 * ordered[-1])
+        if above <= 0:
+            return True
         reach = min(self._config.spike_score, self._tail.floor)
-        return above <= 0 or above <= reach * find_least_deviation(self._sorted, median(self._sorted))
+        return above <= reach * find_least_deviation(self._sorted, usual)
 
     def _order(self) -> list[float]:
         """Return the recent values in order."""

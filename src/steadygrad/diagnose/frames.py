@@ -8,6 +8,7 @@ because this runs for every op of a replay. Reads frames only, keeps none.
 from __future__ import annotations
 
 import enum
+import functools
 import linecache
 import os
 import sys
@@ -190,13 +191,21 @@ def find_caller() -> Caller | None:
     for _ in range(MAX_DEPTH):
         if frame is None:
             return None
-        path = frame.f_code.co_filename
-        # Recipes are installed beside the library, and are the user's all the same.
-        if not path.startswith(NOT_USERS) or path.startswith(RECIPES):
+        is_users, is_library = _find_owner(frame.f_code.co_filename)
+        if is_users:
             return Caller(frame.f_code, frame.f_lineno, frame.f_lasti if is_direct else -1)
-        is_direct = is_direct and path.startswith((OURS, TORCH))
+        if is_library:
+            is_direct = False
         frame = frame.f_back
     return None
+
+
+@functools.lru_cache(maxsize=1024)  # asked of a dozen frames at every call of the model
+def _find_owner(path: str) -> tuple[bool, bool]:
+    """Return whether a file is the user's, and whether it is a library's other than torch and this one."""
+    # Recipes are installed beside the library, and are the user's all the same.
+    is_users = not path.startswith(NOT_USERS) or path.startswith(RECIPES)
+    return is_users, not path.startswith((OURS, TORCH))
 
 
 def read_source(code: CodeType | None, line: int | None) -> str | None:

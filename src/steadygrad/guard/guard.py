@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.accelerated import AcceleratorDrive
-from steadygrad.act.engine import EngineDrive
-from steadygrad.act.zero import is_engine
 from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import ShardedStore
 from steadygrad.checkpoint.store import CheckpointStore
@@ -130,6 +128,8 @@ class Guard:
         Keep `accelerator.backward(loss)` and `accelerator.accumulate(model)`. `guard.step()`, or `optimizer.step()` as
         before, does nothing until accelerate has all microbatches of a step.
         """
+        from steadygrad.act.zero import is_engine
+
         if is_engine(model):
             return cls.from_deepspeed(model, **options)
         drive = AcceleratorDrive(accelerator, model, optimizer, scheduler)
@@ -146,6 +146,8 @@ class Guard:
         Keep `engine(batch)`, `engine.backward(loss)` and `engine.step()`: the engine's step asks the guard. Scheduler,
         clipping, loss scale and checkpoints stay the engine's.
         """
+        from steadygrad.act.engine import EngineDrive  # and with it readers of checkpoints: only for DeepSpeed
+
         drive = EngineDrive(engine)
         config = drive.choose(config if config is not None else GuardConfig())
         group = options.pop("process_group", None) or drive.group

@@ -15,7 +15,6 @@ from typing import Any
 from steadygrad.facts import Finding
 from steadygrad.record.encode import to_plain
 from steadygrad.stats import MAD_TO_SIGMA
-from steadygrad.view.rate_plot import plot_rates
 
 BELOW_EDGE = 4.0
 """The suggestion stays this factor below the edge: a ramp finds the edge late, on weights that have adapted."""
@@ -85,6 +84,8 @@ class RateCurve:
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss, norm and update ratio over the rate, as PNG, SVG or PDF."""
+        from steadygrad.view.rate_plot import plot_rates  # and with it the report's plots: not for every Guard
+
         return plot_rates(self.to_dict(), path)
 
     def to_dict(self) -> dict[str, Any]:

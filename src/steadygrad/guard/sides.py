@@ -136,6 +136,7 @@ def build_host_side(
         own=own_detector,
         prover=prover,
         speaker=None if training.off else Speaker(training.model),
+        is_first=ranks.is_first,
     )
     return HostSide(
         window=window,

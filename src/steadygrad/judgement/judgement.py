@@ -67,13 +67,17 @@ class Judgement:
         own: Detector | None = None,
         prover: Prover | None = None,
         speaker: Speaker | None = None,
+        is_first: bool = True,
     ) -> None:
         """`own`: with several ranks, the rules about what this rank alone has seen, which only report.
+
+        `is_first`: whether this rank warns of what all of them find; the others log it at the level INFO.
 
         `prover`: tests findings on finite numbers before they are acted on; with None they are only reported.
         `speaker`: says which guard a line is about.
         """
         self._prover, self._speaker = prover, speaker
+        self._shared_level = logging.WARNING if is_first else logging.INFO
         self._logged_causes: dict[tuple[object, ...], int | None] = {}
         """Causes that were logged in full, by their identity: the step of each."""
         self._config, self._schedule_and_ema, self._actor, self._recorder = config, schedule_and_ema, actor, recorder
@@ -140,7 +144,7 @@ class Judgement:
             # Before _answer(): a rollback would replace the weights that produced the failure.
             cause = find_cause(reading, findings) if notable and find_cause is not None else None
             if cause is not None:
-                self._log_cause(cause)
+                self._log_cause(cause, level=self._shared_level)
             self._answer(findings, reading, cause)
         healthy = assess_health(reading, findings)
         is_tested = self._prover is not None and self._prover.is_open
@@ -207,7 +211,7 @@ class Judgement:
         if any(verdict.action is Action.HALT for verdict in verdicts):
             verdicts = [_leave(verdict) for verdict in verdicts]
         events = [self._carry_out(finding, verdict, reading) for finding, verdict in zip(findings, verdicts)]
-        incidents = self.conclude(events, cause)
+        incidents = self.conclude(events, cause, level=self._shared_level)
         halting = next((one for one in incidents if one.verdict.action is Action.HALT), None)
         if halting is not None:
             # Before the raise: nothing is judged after it.
@@ -237,21 +241,24 @@ class Judgement:
             self._last_action = taken
             self._consider(taken)
 
-    def conclude(self, events: Sequence[Event], cause: Cause | None = None) -> list[Incident]:
+    def conclude(
+        self, events: Sequence[Event], cause: Cause | None = None, *, level: int = logging.WARNING
+    ) -> list[Incident]:
         """Record the findings of one step. Those above info or acted on form one incident with one headline.
 
-        Two actions in one step are two incidents: each has its own numbers before and after.
+        Two actions in one step are two incidents: each has its own numbers before and after. `level`: the one that
+        findings above info are logged at.
         """
         self.findings += [event.finding for event in events]
         notable = [event for event in events if event.is_notable]
         for event in events:
             if event not in notable:
                 self.tally.add_outcome(event.outcome)
-                self._log(event)
+                self._log(event, level=level)
         incidents = make_incidents(notable, cause)
         for incident in incidents:
             self.tally.add_outcome(incident.outcome)
-            self._log(Event(incident.finding, incident.verdict, incident.outcome), incident.also)
+            self._log(Event(incident.finding, incident.verdict, incident.outcome), incident.also, level=level)
             self.incidents.append(incident)
             self._recorder.write_incident(incident)
             self._call_back(incident)  # after it was recorded: the callback may end the program
@@ -261,17 +268,17 @@ class Judgement:
     def _whose(self) -> str:
         return "" if self._speaker is None else self._speaker.whose
 
-    def _log_cause(self, cause: Cause) -> None:
+    def _log_cause(self, cause: Cause, *, level: int = logging.WARNING) -> None:
         """Log a cause in full the first time; the record has it in full each time."""
         is_new = cause.identity not in self._logged_causes
         first = self._logged_causes.setdefault(cause.identity, cause.step)
         text = str(cause) if is_new or first is None else f"{cause.brief}: the same cause as at step {first}"
-        logger.warning("%s%s", self._whose, text)
+        logger.log(level, "%s%s", self._whose, text)
 
-    def _log(self, event: Event, also: Sequence[Finding] = ()) -> None:
+    def _log(self, event: Event, also: Sequence[Finding] = (), *, level: int) -> None:
         finding, more = event.finding, "".join(f"; also {other.kind}: {other.message}" for other in also)
         logger.log(
-            logging.INFO if finding.severity is Severity.INFO else logging.WARNING,
+            logging.INFO if finding.severity is Severity.INFO else level,
             "%s%s: %s%s (%s). %s",
             self._whose,
             finding.when,
@@ -318,7 +325,9 @@ class Judgement:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return histories, budgets and totals."""
+        """Return histories, budgets and totals, and write the record so far to disk."""
+        # It goes into a checkpoint: killed after that, a run whose record is behind would resume with a gap in it
+        self.flush_record()
         return {
             # Under one key: with another number of ranks, rules go from the one to the other
             "detect": self._detector.state_dict() | ({} if self._own is None else self._own.state_dict()),

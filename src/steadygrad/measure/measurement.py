@@ -6,6 +6,7 @@ The packed vector is a header (loss, global norm, counts, bad-step flag, clip co
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -27,12 +28,20 @@ if TYPE_CHECKING:
 LOSS, NORM, NUM_NONFINITE, NUM_NAN, FOUND, COEFFICIENT, LOSS_SCALE = range(7)
 HEADER = 8
 """Numbers before the rows: those seven, and one that keeps the rows aligned."""
-SMALL = 1 << 18
-"""Elements up to which the work of a torch operation on the host is less than its call."""
+MOST_TOGETHER = 1 << 18
+"""Elements of all gradients that the host measures at once: so small that a call costs more than its work."""
 
 
 KIND = operator.attrgetter("__class__", "dtype", "is_cpu", "layout", "requires_grad", "shape")
 """Reads what decides how a gradient can be measured; in one call, because it is read of each at every step."""
+
+
+def split_by_size(numels: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the positions of the smallest gradients, as many as are measured together, and those of the others."""
+    ordered = sorted(range(len(numels)), key=numels.__getitem__)
+    sums = itertools.accumulate(numels[i] for i in ordered)
+    num = sum(total <= MOST_TOGETHER for total in sums)
+    return sorted(ordered[:num]), sorted(ordered[num:])
 
 
 class Plan:
@@ -54,13 +63,15 @@ class Plan:
         self.absent: list[tuple[str, Tensor]] = []
         self.is_sharded = any(map(_gradients.is_dtensor, parameters))
         self.shapes = [p.shape for p in parameters]
-        self.small_kinds = [(Tensor, torch.float32, True, torch.strided, False, shape) for shape in self.shapes]
-        """What `KIND` reads of gradients that the host can measure at once."""
+        self.host_kinds = [(Tensor, torch.float32, True, torch.strided, False, shape) for shape in self.shapes]
+        """What `KIND` reads of gradients that the host can measure the short way."""
         # all(): for an empty slice numpy's reduceat returns an element of the next one.
-        self.is_small = 0 < sum(self.numels) <= SMALL and all(self.numels) and not any(map(is_sharded, parameters))
-        """Whether the host can measure all gradients at once."""
+        self.is_short = len(self.numels) > 0 and all(self.numels) and not any(map(is_sharded, parameters))
+        """Whether there is a short way: small gradients all at once, large ones one by one."""
+        self.together, self.apart = split_by_size(self.numels)
+        """Positions of the small gradients, and of the large ones."""
         self.end_to_end: EndToEnd | None = None
-        """Where it does, once it has."""
+        """Where the small ones are measured, once they have been."""
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
         """Return the trainable parameters without a gradient, and their share of the elements; free if none."""

@@ -7,7 +7,9 @@ it, and `found` can go straight into a fused optimizer. Reads only.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -97,17 +99,17 @@ class Meter:
         one without gradients takes part with a measurement without rows: see `check_gradients`.
         """
         last = self._last
-        may_be_small = scale is None and not self._ranks.many and self._implementation is Implementation.FOREACH
+        may_be_short = scale is None and not self._ranks.many and self._implementation is Implementation.FOREACH
         # Not where one was absent: it may have a gradient by now, which the last plan would not show.
-        if may_be_small and told_scale is None and last is not None and last.is_small and not last.absent:
-            m = self._measure_small(last, loss)
+        if may_be_short and told_scale is None and last is not None and last.is_short and not last.absent:
+            m = self._measure_on_host(last, loss)
             if m is not None:
                 return m
-        return self._measure_any_size(loss, scale, told_scale, may_be_small=may_be_small)
+        return self._measure_any_size(loss, scale, told_scale, may_be_short=may_be_short)
 
     @torch.no_grad()
     def _measure_any_size(
-        self, loss: Tensor | None, scale: Tensor | None, told_scale: Tensor | None, *, may_be_small: bool
+        self, loss: Tensor | None, scale: Tensor | None, told_scale: Tensor | None, *, may_be_short: bool
     ) -> Measurement | None:
         plan, addresses = self._find_plan()
         if plan is None and not self._ranks.shares_tables:
@@ -115,31 +117,40 @@ class Meter:
         if plan is None:
             m = self._measure_nothing(has_loss=loss is not None)
         else:
-            small = self._measure_small(plan, loss) if may_be_small and plan.is_small else None
-            m = small or self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
+            short = self._measure_on_host(plan, loss) if may_be_short and plan.is_short else None
+            m = short or self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
         if self._ranks.many:
             self._join_ranks(m, loss)
         if told_scale is not None:
             m.packed[LOSS_SCALE] = told_scale.to(m.packed.device)
         return m
 
-    def _measure_small(self, plan: Plan, loss: Tensor | None) -> Measurement | None:
-        """Measure a few small gradients in host memory at once; return None for others, and for bad ones.
+    def _measure_on_host(self, plan: Plan, loss: Tensor | None) -> Measurement | None:
+        """Measure gradients in host memory the short way; return None for those that need the long one.
 
         What came before must not matter: the long way differs in the last bit, and a resumed run has no step before.
         """
-        grads = _take_small(plan)
+        grads = _take_plain(plan)
         if grads is None:
             return None
-        layout = plan.end_to_end
-        if layout is None:
-            layout = plan.end_to_end = foreach.EndToEnd(plan.shapes, self._take_memory(sum(plan.numels)))
-        cells = foreach.measure_together(grads, layout)
+        cells = self._measure_together(plan, [grads[i] for i in plan.together] if plan.apart else grads)
         if cells is None:
             return None
+        if plan.apart:
+            cells = _measure_apart(plan, grads, cells)
         # 1.0 stands for no loss: finite, so that it never makes a step bad. `has_loss` keeps it out of the Reading.
         header = _make_header(cells, 1.0 if loss is None else loss.item(), self.max_norm)
         return Measurement(plan=plan, has_loss=loss is not None, numbers=[*header, *cells])
+
+    def _measure_together(self, plan: Plan, grads: Sequence[Tensor]) -> list[float] | None:
+        """Return the cells of the small gradients; None if some number is not ordinary."""
+        layout = plan.end_to_end
+        if layout is None:
+            if not grads:
+                return []
+            memory = self._take_memory(sum(plan.numels[i] for i in plan.together))
+            layout = plan.end_to_end = foreach.EndToEnd([plan.shapes[i] for i in plan.together], memory)
+        return foreach.measure_together(grads, layout)
 
     def _take_memory(self, numel: int) -> Tensor:
         """Return fp32 memory that the plans share: only one is in use at a time."""
@@ -244,7 +255,7 @@ class Meter:
         dense = [_gradients.as_dense(g, name, sharded=self._shards_allowed) for g, name in zip(grads, m.names)]
         # Numbers in host memory are read with `.item()`; on a device that would wait for each of them.
         if self._implementation is Implementation.FOREACH and all(values.device.type == "cpu" for values in dense):
-            _measure_on_host(m, grads, dense, loss, inverse, self.max_norm)
+            _measure_one_by_one(m, grads, dense, loss, inverse, self.max_norm)
             return
         by_device: dict[torch.device, list[int]] = {}
         for i, values in enumerate(dense):
@@ -267,22 +278,32 @@ class Meter:
         _summarise(m, table, loss, self.max_norm)
 
 
-def _take_small(plan: Plan) -> list[Tensor] | None:
-    """Return the gradients as `measure_together` needs them; None if that cannot measure them."""
+def _measure_apart(plan: Plan, grads: Sequence[Tensor], cells: Sequence[float]) -> list[float]:
+    """Measure the large gradients one by one; return their cells and those of the small ones, in order."""
+    rows: list[Sequence[float]] = [()] * len(grads)
+    for at, i in enumerate(plan.together):
+        rows[i] = cells[at * NUM_COLUMNS : (at + 1) * NUM_COLUMNS]
+    for i in plan.apart:
+        rows[i] = foreach.measure_on_host(grads[i])
+    return list(itertools.chain.from_iterable(rows))
+
+
+def _take_plain(plan: Plan) -> list[Tensor] | None:
+    """Return the gradients as the short way needs them; None if it cannot measure them."""
     grads = [gradient for parameter in plan.parameters if (gradient := parameter.grad) is not None]
     kinds = list(map(KIND, grads))
-    if kinds == plan.small_kinds:
+    if kinds == plan.host_kinds:
         return grads
     if len(grads) != len(plan.parameters):
         return None
-    for gradient, kind, wanted in zip(grads, kinds, plan.small_kinds):
+    for gradient, kind, wanted in zip(grads, kinds, plan.host_kinds):
         # Of another size, the plan is out of date.
         if kind[:4] != wanted[:4] or gradient.numel() != wanted[-1].numel():
             return None
     return [gradient.detach().reshape(shape) for gradient, shape in zip(grads, plan.shapes)]
 
 
-def _measure_on_host(
+def _measure_one_by_one(
     m: Measurement,
     grads: Sequence[Tensor],
     dense: Sequence[Tensor],
@@ -368,6 +389,7 @@ def _choose(wanted: Implementation, parameters: Sequence[Tensor]) -> Implementat
     return Implementation.TRITON if on_cuda and available else Implementation.FOREACH
 
 
+@functools.cache  # finding a package's version reads files: 1.5 ms
 def triton_is_usable() -> bool:
     """Return whether a Triton version that our kernels support is installed."""
     try:

@@ -89,17 +89,16 @@ class Transfer:
         return self._stream
 
     def _take_slot(self, length: int) -> tuple[Tensor, torch.cuda.Event]:
-        if not self._ring:  # one allocation: each would cost a call of the driver
-            # Pinned: a copy into pageable memory makes the host wait.
+        if not self._ring or self._ring[self._next][0].numel() < length:
+            # All slots at once: pinning makes the host wait for the device, and a larger row of a later scan would do
+            # so once for each slot. Tickets hold the buffers and events that they still wait for.
+            # Pinned: a copy into pageable memory makes the host wait at every step.
             buffers = torch.empty(self._slots, max(length, SMALLEST), dtype=torch.float64, pin_memory=True)
             self._ring = [(buffer, torch.cuda.Event(), None) for buffer in buffers.unbind()]
         buffer, event, ticket = self._ring[self._next]
         # Waits only if more copies are in flight than there are slots.
         if ticket is not None:
             ticket.wait()  # an unread ticket must get its numbers before the slot is reused
-        if buffer.numel() < length:
-            buffer = torch.empty(length, dtype=torch.float64, pin_memory=True)
-            self._ring[self._next] = (buffer, event, None)
         return buffer[:length], event
 
 

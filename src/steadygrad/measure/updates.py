@@ -28,16 +28,18 @@ class UpdateMeter:
     @torch.no_grad()
     def before(self) -> None:
         """Remember the weights."""
-        self._before = [take_local(parameter).detach().clone() for parameter in self._parameters]
+        now = [take_local(parameter).detach() for parameter in self._parameters]
+        self._before = [torch.empty_like(tensor) for tensor in now]
+        torch._foreach_copy_(self._before, now)
 
     @torch.no_grad()
     def after(self) -> Tensor:
         """Return norms before the step, then norms of the difference: float64 [2 P] on the first parameter's device."""
-        norms = [_norm(old) for old in self._before]
-        moved = [_norm(take_local(new).detach() - old) for new, old in zip(self._parameters, self._before)]
+        norms = _measure_norms(self._before)
+        moved = self._before
+        torch._foreach_sub_(moved, [take_local(parameter).detach() for parameter in self._parameters])
         self._before = []
-        device = self._parameters[0].device
-        numbers = torch.stack([value.to(device) for value in norms + moved])
+        numbers = torch.cat([norms, _measure_norms(moved)])
         # Twice the list: one weight for each norm, and one for each difference.
         return self._ranks.combine_norms(numbers, self._parameters * 2)
 
@@ -55,9 +57,13 @@ class UpdateMeter:
         return math.hypot(*numbers[len(self.names) :])
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    return (
-        torch.linalg.vector_norm(tensor, dtype=torch.float64)
-        if tensor.numel()
-        else tensor.new_zeros((), dtype=torch.float64)
-    )
+def _measure_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of each: float64 [N] on the first one's device, by a call for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(i)
+    norms: dict[int, Tensor] = {}
+    for rows in groups.values():
+        values = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (tensors[i] for i in rows)]
+        norms |= zip(rows, torch._foreach_norm(values, 2, torch.float64))
+    return torch.stack([norms[i].to(tensors[0].device) for i in range(len(tensors))])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,11 @@ from steadygrad.errors import UsageError
 from steadygrad.facts import GradientTable, Incident, StepRecord
 from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_step
 from steadygrad.record.sink import Sink
+
+WANDB_STEP = "optimizer_step"
+"""Name of the x-axis of these curves in Weights & Biases."""
+_ON_THAT_AXIS: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Run of Weights & Biases -> first parts of the names that it draws over this x-axis."""
 
 
 class LoggerSink(Sink):
@@ -72,6 +78,8 @@ def find_sender(logger: Any) -> Sender | None:
     log, log_metrics = getattr(logger, "log", None), getattr(logger, "log_metrics", None)
     if isinstance(logger, logging.Logger | logging.LoggerAdapter):  # has a `log` as well, for text
         return None
+    if (run := _find_wandb_run(logger)) is not None:
+        return lambda values, step: _log_to_wandb(run, values, step)
     if callable(log_metrics):  # Lightning's and MLflow's
         return lambda values, step: log_metrics(_keep_numbers(values), step=step)
     if not callable(log):
@@ -84,6 +92,31 @@ def find_sender(logger: Any) -> Sender | None:
     if takes_step:
         return lambda values, step: log(dict(values), step=step)
     return lambda values, step: log(dict(values))  # noqa: ARG005
+
+
+def _find_wandb_run(logger: Any) -> Any:
+    """Return the run of Weights & Biases that this is, or that is open in the module `wandb`; None if it is neither."""
+    # By name: wandb is not imported for this
+    if getattr(logger, "__name__", None) == "wandb":
+        return getattr(logger, "run", None)
+    return logger if type(logger).__module__.startswith("wandb.") else None
+
+
+def _log_to_wandb(run: Any, values: Mapping[str, Any], step: int) -> None:
+    """Log at `step`, or at the run's own step where that is ahead.
+
+    wandb ignores numbers whose step is below its own, with a warning each time; and it counts calls, not steps, in a
+    script that logs without `step=`.
+    """
+    known = _ON_THAT_AXIS.setdefault(run, set())
+    for prefix in {name.partition("/")[0] for name in values if "/" in name} - known:
+        run.define_metric(f"{prefix}/*", step_metric=WANDB_STEP)
+        known.add(prefix)
+    numbers = {WANDB_STEP: step, **values}
+    if step < run.step:  # asks wandb's own process: half a millisecond
+        run.log(numbers)
+    else:
+        run.log(numbers, step=step)
 
 
 def _log_each(log: Any, values: Mapping[str, Any], step: int | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import sys
@@ -130,12 +131,12 @@ class RunDirectory(Sink):
     def _format_waiting(self) -> None:
         """Write the lines of the steps since the last flush: fifty in a row cost half of one after each step."""
         waiting, self._waiting = self._waiting, []
-        for record in waiting:
-            line = take_fields(record)
-            if not record.extra:
+        lines = [take_fields(record) for record in waiting]
+        for line in lines:
+            if not line["extra"]:
                 del line["extra"]
-            self._steps.write(self._sign(line))
-            self._log.write(_spell_step(record))
+        self._steps.write("".join(map(self._sign, lines)))
+        self._log.write("".join(map(_spell_step, waiting)))
 
     def write_layers(
         self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
@@ -353,10 +354,10 @@ def _last_byte(path: Path) -> bytes:
 
 def _spell_step(record: StepRecord) -> str:
     """Return a step as a line of train.log."""
-    loss = "-" if record.loss is None else f"{_spell(record.loss)}"
+    loss = "-" if record.loss is None else _spell(record.loss)
     state = " skipped" if record.skipped else _format_clipping(record)
     rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
-    logged = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
+    logged = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items()) if record.extra else ""
     return f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{logged}\n"
 
 
@@ -369,4 +370,4 @@ def _format_clipping(record: StepRecord) -> str:
 
 
 def _spell(value: float) -> str:
-    return f"{value:.6g}".replace("nan", "NaN").replace("inf", "Inf")
+    return f"{value:.6g}" if math.isfinite(value) else str(value).replace("nan", "NaN").replace("inf", "Inf")

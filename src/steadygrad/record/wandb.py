@@ -13,10 +13,10 @@ from typing import Any
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
+from steadygrad.record.logger import WANDB_STEP as STEP
 from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_norms, list_step
 from steadygrad.record.sink import Sink
 
-STEP = "optimizer_step"
 PREFIXES = ("grad/*", "update/*", "health/*", "action/*", "extra/*", "incidents/*")
 SECONDS_BETWEEN_ALERTS = 60
 """Of one title; wandb drops those in between. All incidents are in the run's log."""

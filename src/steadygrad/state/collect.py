@@ -340,4 +340,6 @@ def _collect_extra(name: str, extra: Any, collector: Collector) -> Any:
         return {key: collector.walk(getattr(extra, key), late=False) for key in SCALER_FIELDS if hasattr(extra, key)}
     if isinstance(extra, nn.Module):
         return collector.walk(extra.state_dict(), late=True, name=name, must_be_finite=False)
+    if getattr(extra, "gives_copies", False):  # our own histories: hundreds of lists of plain numbers
+        return extra.state_dict()
     return collector.walk(extra.state_dict(), late=False)

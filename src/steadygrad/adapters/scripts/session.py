@@ -47,6 +47,8 @@ MAX_WATCHED = 16
 """How many living optimizers are guarded; one per parameter, stepped inside backward, is a different design."""
 NUM_FRAMES = 10
 """Most frames between a Guard and the optimizer's own step: ours, the scheduler's, torch's wrappers."""
+REFLEX = "steadygrad.act.reflex"
+"""The module from which a Guard calls the optimizer."""
 _current: list[Session] = []
 """The Session of this process, or of the one that it was forked from."""
 
@@ -461,11 +463,13 @@ def _note_loads() -> None:
 
 def _is_called_by_guard() -> bool:
     """Whether the script has its own Guard, which takes this very step. A few wrappers are between the two."""
+    if REFLEX not in sys.modules:  # nor is there a Guard then, as in nearly every script
+        return False
     frame = inspect.currentframe()
     for _ in range(NUM_FRAMES):
         if frame is None:
             return False
-        if frame.f_globals.get("__name__") == "steadygrad.act.reflex":
+        if frame.f_globals.get("__name__") == REFLEX:
             return True
         frame = frame.f_back
     return False

@@ -1,7 +1,7 @@
 """The gradient statistics with stock torch operations: the CPU's implementation, and that of any device without Triton.
 
 On the CPU one pass is really one: the gradient is walked in pieces that stay in cache while cheap reductions read them
-(BLAS dot, the largest and the least magnitude; where that is 0, a dot of the signs, which counts nonzeros in half of
+(BLAS dot, the least and the largest magnitude; if the least is 0, a dot of the signs, which counts nonzeros in half of
 `count_nonzero`'s time), and the expensive questions (how many NaN, is it an overflowed square) are asked only of a
 tensor whose sum of squares is not an ordinary number. On other devices nothing may be read back, so every question is
 asked always. A BLAS dot is also far more accurate than `_foreach_norm` on the CPU, which sums serially (4e-4 off at 10M
@@ -57,9 +57,9 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
         wide = piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
         # Each dot product covers one piece in the piece's dtype; the pieces add up in Python's float64.
         squares += torch.dot(wide, wide).item()
-        magnitudes = wide.abs()
-        max_abs = max(max_abs, magnitudes.amax().item())
-        if magnitudes.amin() == 0.0:
+        smallest, largest = torch.aminmax(wide.abs())
+        max_abs = max(max_abs, largest.item())
+        if smallest.item() == 0.0:
             signs = torch.sign(wide)
             num_zeros += len(wide) - torch.dot(signs, signs).item()  # exact: fewer elements than fp32 has integers
     all_zero = squares == 0.0 and num_zeros == numel  # and not only too small to be squared

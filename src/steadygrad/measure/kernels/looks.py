@@ -20,7 +20,7 @@ NUM_NUMBERS = 3
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 """Knuth's multiplicative hash, 2^64 / the golden ratio, as a signed number."""
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 """Elements that are hashed together in host memory."""
 
 

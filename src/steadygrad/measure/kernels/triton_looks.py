@@ -8,10 +8,9 @@ H200 and 0.3 ms for its gradients and second moments. Works on the CPU under TRI
 from __future__ import annotations
 
 import math
-import struct
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from steadygrad.measure.kernels.looks import MULTIPLIER, NUM_NUMBERS
 from steadygrad.measure.kernels.triton import TRITON_DTYPES, UNROLL, AddressTable, Chunks, Launch
+from steadygrad.measure.rows import is_readable
 
 BITS = {tl.float32: tl.int32, tl.bfloat16: tl.int16, tl.float16: tl.int16}
 CHUNK, BLOCK, WARPS = 65536, 1024, 8
@@ -163,8 +163,7 @@ class WeightLook:
         return numbers, hashes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdamState:
+class AdamState(NamedTuple):
     """One tensor's gradient and second moment in an optimizer of Adam's family."""
 
     gradient: Tensor
@@ -216,16 +215,17 @@ class RmsLook:
     def look(self, moments: Sequence[AdamState]) -> Tensor:
         """Return float64 [N], newly allocated each time."""
         chunks = self._chunks
-        on_device = [isinstance(m.step, Tensor) for m in moments]
-        rows: list[list[int]] = [
-            [m.gradient.data_ptr() for m in moments],
-            [m.squares.data_ptr() for m in moments],
-            [_bits(math.log(m.beta) if m.beta > 0 else -math.inf) for m in moments],
-            [_bits(m.eps) for m in moments],
-            [0 if there else _bits(float(m.step)) for m, there in zip(moments, on_device)],
-            [m.step.data_ptr() if isinstance(m.step, Tensor) else 0 for m in moments],
-        ]
-        table = self._table.send([number for row in rows for number in row])
+        gradients, squares, steps, betas, eps = zip(*moments)
+        logs = {beta: math.log(beta) if beta > 0 else -math.inf for beta in set(betas)}
+        known = [0.0 if isinstance(step, Tensor) else step for step in steps]
+        table = self._table.send(
+            [
+                *[gradient.data_ptr() for gradient in gradients],
+                *[square.data_ptr() for square in squares],
+                *_read_bits([*[logs[beta] for beta in betas], *eps, *known]),
+                *[step.data_ptr() if isinstance(step, Tensor) else 0 for step in steps],
+            ]
+        )
         for launch, ((_, first, num)) in zip(self._rms, chunks.spans):
             launch(
                 (num, 1, 1), None,
@@ -236,15 +236,18 @@ class RmsLook:
         return rms
 
 
-def _bits(number: float) -> int:
-    """Return the bits of a float64 as an integer."""
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
+def _read_bits(numbers: Sequence[float]) -> Sequence[int]:
+    """Return the bits of each float64 as an integer."""
+    return memoryview(array("d", numbers)).cast("B").cast("q").tolist()
 
 
 def fits(tensor: Tensor) -> bool:
-    """Return whether the kernels can read it: a dtype that they know, no gaps between elements."""
-    if tensor.dtype not in TRITON_DTYPES:
+    """Return whether the kernels can read it: memory of its own, a dtype that they know, no gaps between elements."""
+    if tensor.dtype not in TRITON_DTYPES or not is_readable(tensor):
+        return False
+    # A kernel that reads from an address without memory ends every CUDA call of the process: FSDP frees what a
+    # parameter holds between its uses.
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
         return False
     # Dense in some order of dimensions (channels_last, transposed): neither sums nor hashes need the order.
     return tensor.is_contiguous() or tensor.permute(sorted(range(tensor.dim()), key=_stride_of(tensor))).is_contiguous()
