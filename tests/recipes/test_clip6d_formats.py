@@ -119,9 +119,7 @@ def write_clip(folder: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**sizes, "vocab_size": len(words), "max_position_embeddings": 8, "eos_token_id": 0, "bos_token_id": 0}
     vision = {**sizes, "image_size": 16, "patch_size": 8}
-    config = transformers.CLIPConfig(
-        text_config={**text, "projection_dim": 12}, vision_config={**vision, "projection_dim": 12}, projection_dim=12
-    )
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)  # one for both halves
     transformers.CLIPModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -140,3 +138,44 @@ def test_a_trained_clip_and_its_tokenizer_come_from_a_folder(
     assert main(["train", "clip6d", *TINY, *flags, "--model.embed-dim", "12", *run]) == 0
     assert main(["train", "clip6d", "--predict", "a red card", *run]) == 0
     assert "Nearest to the text a red card" in capsys.readouterr().out
+
+
+def test_each_fault_of_a_shard_is_listed_with_its_file_and_row(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    with webdataset.TarWriter(str(tmp_path / "000.tar")) as sink:
+        for number in range(24):
+            row: dict[str, Any] = {"__key__": f"{number:04d}", "png": draw("red"), "txt": "a card"}
+            row |= {"npy": np.full(5, 1.0, dtype=np.float32), "json": {"de": "Karte"}}
+            sink.write(
+                row | {3: {"txt": " "}, 5: {"npy": np.full(4, 1.0)}, 7: {"npy": np.full(5, np.inf)}}.get(number, {})
+            )
+    config = Clip6dConfig(data=str(tmp_path), modalities=("image", "en", "de", "vector"), batch_size=4)
+
+    left_out = [(one.file, one.row, one.reason) for one in read_corpus(config, tmp_path).left_out]
+
+    assert left_out == [
+        ("000.tar", "0003", "its caption in en is empty or not text"),
+        ("000.tar", "0005", "its vector has 4 numbers, those before it 5"),
+        ("000.tar", "0007", "its vector is not finite"),
+    ]
+
+
+def test_rows_and_images_of_parquet_that_cannot_be_used_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows: list[dict[str, Any]] = [{"image": draw("red"), "caption": "a card"} for _ in range(24)]
+    rows[3]["caption"] = None
+    rows[5]["image"] = b"no picture"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    config = Clip6dConfig(data=str(tmp_path), modalities=("image", "en"), batch_size=4)
+
+    corpus = read_corpus(config, tmp_path)
+
+    [one] = corpus.left_out
+    assert (one.file, one.row) == ("a.parquet", "row 4")
+    samples = [*corpus.train, *corpus.val]
+    data = CaptionDataset(samples, corpus, config)
+    assert sum(data[0, i]["image"] is None for i in range(len(samples))) == 1
+    assert "a.parquet, row 6 cannot be read (Pillow knows no such format)" in caplog.text

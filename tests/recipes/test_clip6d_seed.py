@@ -327,6 +327,17 @@ def test_large_norms_under_a_guard_are_worth_one_warning_an_epoch(
     assert num_told == 2, "the first epoch has the monitor's own threshold"
 
 
+def test_small_norms_under_a_guard_are_worth_one_warning_an_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steadygrad_recipes.clip6d.module.VANISHING", 99.0)
+    config = make_config(modalities=("en", "vector"), num_synthetic=60, epochs=3)
+    train(config, tmp_path, corpus=open_shapes(config, num=60))
+
+    num_told = capsys.readouterr().out.count("Vanishing gradients detected")
+    assert num_told == 2, "the first epoch has the monitor's own threshold"
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from steadygrad.errors import CheckpointError
 from steadygrad_recipes.clip6d.evaluate import evaluate
 from steadygrad_recipes.clip6d.fit import build_module
 from steadygrad_recipes.clip6d.retrieval import expect_by_chance
+from steadygrad_recipes.clip6d.storing import StoreIO
 
 
 def test_six_modalities_learn_to_find_each_other(tmp_path: Path) -> None:
@@ -218,3 +220,20 @@ def test_switched_off_in_the_environment_it_is_lightnings_plain_loop(
     _, saver = train(config, tmp_path)
     assert not (tmp_path / "steps.jsonl").exists()
     assert saver._progress.train_history[0]["num_steps"] == 3
+
+
+def test_the_record_is_on_disk_before_a_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    save = StoreIO.save_checkpoint
+
+    def count(self: StoreIO, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+        seen.append((checkpoint["global_step"], len(lines)))
+        save(self, checkpoint, *args, **kwargs)
+
+    monkeypatch.setattr(StoreIO, "save_checkpoint", count)
+    config = make_config(modalities=("en", "vector"), num_synthetic=60, epochs=1, save_every=3)
+    train(config, tmp_path, corpus=open_shapes(config, num=60))
+
+    assert len(seen) > 2
+    assert all(step == num_lines for step, num_lines in seen), seen

@@ -123,10 +123,29 @@ def test_a_split_without_a_pair_is_refused(dataset: Path) -> None:
         open_datasets(settings(dataset))
 
 
-def test_a_file_that_breaks_off_is_named_when_it_is_read(dataset: Path) -> None:
+@pytest.mark.parametrize(("folder", "suffix", "what"), [("Image", "jpg", "image"), ("GT_Object", "png", "mask")])
+def test_a_file_that_breaks_off_is_named_before_training(dataset: Path, folder: str, suffix: str, what: str) -> None:
+    file = dataset / "Train" / folder / f"{NAMES[0]}.{suffix}"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+
+    split = find_split(dataset, "train")
+
+    assert [pair.image.stem for pair in split.pairs] == [NAMES[1]]
+    assert split.bad[0].startswith(f"{NAMES[0]}.jpg: its {what} is not a readable picture (")
+
+
+def test_a_picture_with_something_appended_is_whole(dataset: Path) -> None:
     file = dataset / "Train" / "Image" / f"{NAMES[0]}.jpg"
-    file.write_bytes(file.read_bytes()[:-40])
+    file.write_bytes(file.read_bytes() + b"x" * 500)
+
+    assert not find_split(dataset, "train").bad
+
+
+def test_a_file_that_has_broken_off_since_is_named_when_it_is_read(dataset: Path) -> None:
+    file = dataset / "Train" / "Image" / f"{NAMES[0]}.jpg"
     train, _, _ = open_datasets(settings(dataset))
+    file.write_bytes(file.read_bytes()[:-40])
+
     with pytest.raises(UsageError, match=f"{NAMES[0]}.jpg cannot be read as a picture"):
         train[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from steadygrad.errors import ConfigError
 from steadygrad_recipes.cod.config import CodConfig
 from steadygrad_recipes.cod.folder import find_split
 from steadygrad_recipes.cod.metrics import find_nearest, measure_alignment, measure_weighted_f
-from steadygrad_recipes.cod.model import CamouflageNet, build_network
+from steadygrad_recipes.cod.model import CamouflageNet, build_network, take_outputs
 
 NETWORK = """
 from torch import nn
@@ -144,3 +145,9 @@ def test_a_perfect_mask_scores_one_and_its_opposite_next_to_nothing() -> None:
     assert measure_alignment((~y).double(), y) < 0.1
     empty = torch.zeros_like(y)
     assert measure_alignment(empty.double(), empty) == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("found", [torch.zeros(2, 2, 8, 8), torch.zeros(2, 8, 8), [torch.zeros(2, 3, 8, 8)], {"a": 1}])
+def test_a_network_with_other_outputs_is_told_what_is_needed(found: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the network gives .*, not logits \[N, 1, H, W\]"):
+        take_outputs(found, (8, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -104,6 +105,8 @@ def test_texts_with_a_tokenizer_train_and_sample_both_ways(tmp_path: Path, capsy
     assert "a red circle" in capsys.readouterr().out
     assert main(["train", "mmdit", "--sample", "--sampling.latents", str(folder / "a.npy"), *run]) == 0
     assert f"{len(TEXTS)} samples are in" in capsys.readouterr().out
+    assert main(["train", "mmdit", "--sample", "--text", "a purple zebra", *run]) == 2
+    assert "sampling.text: 'a purple zebra' has words that the tokenizer does not know" in capsys.readouterr().err
 
 
 def test_a_word_that_the_model_does_not_know_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +124,7 @@ def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path: Path) -> None:
         read_corpus(DataConfig(path=str(folder)))
     with (folder / "a.jsonl").open("a") as file:
         file.write('{"words": 3}\n')
-    with pytest.raises(UsageError, match=r"a\.jsonl:21 has no text"):
+    with pytest.raises(UsageError, match=r"1 of 21 rows in .*a\.jsonl cannot be read: line 21 has no text"):
         read_corpus(DataConfig(path=str(folder), tokenizer=tokenizer))
     (folder / "a.npy").unlink()
     with pytest.raises(UsageError, match=r"has no a\.npy beside it"):
@@ -131,3 +134,29 @@ def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path: Path) -> None:
     (folder / "b_tokens.npy").write_bytes(b"no array")
     with pytest.raises(UsageError, match=r"b_tokens\.npy is not an \.npy file of plain numbers"):
         read_corpus(DataConfig(path=str(folder)))
+
+
+def test_bad_lines_of_texts_are_all_named_or_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    write_texts(folder)
+    lines = (folder / "a.jsonl").read_text().splitlines()
+    lines[3], lines[5], lines[7] = '{"text": " "}', "broken", '{"txt": "a red circle"}'
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    config = DataConfig(path=str(folder), tokenizer=str(write_tokenizer(tmp_path / "words")))
+
+    with pytest.raises(UsageError, match=r"a\.jsonl cannot be read: line 4 has no text; line 6 is not JSON"):
+        read_corpus(config)
+
+    corpus = read_corpus(dataclasses.replace(config, skip_bad_rows=True))
+    assert corpus.left_out == ("a.jsonl line 4: no word", "a.jsonl line 6: no word", "a.jsonl line 8: no word")
+    assert len(corpus.train) + len(corpus.val) == len(lines) - 3
+
+
+def test_texts_that_are_cut_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    write_texts(folder)
+    tokenizer = str(write_tokenizer(tmp_path / "words"))
+
+    corpus = read_corpus(DataConfig(path=str(folder), tokenizer=tokenizer, max_text=2))
+
+    assert any("are cut at 2 tokens: data.max_text" in note for note in corpus.notes)

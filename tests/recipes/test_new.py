@@ -43,11 +43,12 @@ def test_it_runs_at_once_and_goes_on(project: Path) -> None:
 
 def test_it_runs_on_two_ranks(project: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = call(project, *launcher, "-m", "leaf_counter", "--quick", "--run-dir", "runs/two")
+    done = call(project, *launcher, "-m", "leaf_counter", "--quick", "--learning-rate", "1e-9", "--run-dir", "runs/two")
 
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("Training leaf_counter in runs/two") == 1
     assert len((project / "runs" / "two" / "steps.jsonl").read_text().splitlines()) == 21
+    assert done.stderr.count("no_better_than_guessing") == 1  # a finding of all ranks is printed by the first
 
 
 def test_its_own_tests_pass(project: Path) -> None:

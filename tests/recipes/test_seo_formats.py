@@ -9,6 +9,8 @@ import pytest
 
 from steadygrad.cli import main
 from steadygrad.errors import UsageError
+from steadygrad_recipes.seo.config import UltraOptimizedConfig
+from steadygrad_recipes.seo.data import load_data
 from steadygrad_recipes.seo.readers import read_rows, read_unscored, require_html
 
 EXPORT = [
@@ -83,3 +85,57 @@ def test_rows_that_cannot_be_scored_are_named(tmp_path: Path) -> None:
 
     assert [place for place, _ in rows] == ["rows.jsonl:1"]
     assert left_out == ["rows.jsonl:2: speed is 'fast', not a number"]
+
+
+# --- tables that are not what they seem -----------------------------------------------------------------------------
+
+
+def test_a_row_with_more_cells_than_the_header_is_left_out_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("clicks,score_overall\n1,2\n3,4,5\n6,7,\n")
+
+    read = read_rows(tmp_path / "rows.csv")
+
+    assert [row.scores["overall"] for row in read.rows] == [2, 7]
+    assert read.left_out == ["rows.csv:3: has more cells than the header's 2: '5'"]
+
+
+def test_a_table_with_semicolons_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("clicks;score_overall\n1;2\n")
+
+    assert read_rows(tmp_path / "rows.csv").rows[0].features == {"clicks": 1.0}
+
+
+def test_a_table_in_utf_16_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("clicks,score_overall\n1,2\n", encoding="utf-16")
+
+    with pytest.raises(UsageError, match=r"rows\.csv is not text in UTF-8: it has zero bytes, as UTF-16"):
+        read_rows(tmp_path / "rows.csv")
+
+
+def test_a_file_that_is_not_a_page_is_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "scores.csv").write_text("file,score_overall\na.html,1\na.pdf,2\n")
+    (tmp_path / "a.html").write_text("<title>a</title>")
+    (tmp_path / "a.pdf").write_bytes(b"%PDF-1.7\n")
+
+    read = read_rows(tmp_path)
+
+    assert len(read.rows) == 1
+    assert read.left_out == [
+        "scores.csv:3: file a.pdf is not an HTML page: it begins with '%PDF-1.7' and has no HTML tag"
+    ]
+
+
+def test_too_few_pages_are_reported_with_the_rows_that_were_left_out(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("clicks,score_overall\n1,2\n3,many\n")
+
+    with pytest.raises(UsageError, match=r"too few .* Left out: rows\.csv:3: overall is 'many', not a number\."):
+        load_data(UltraOptimizedConfig(data=str(tmp_path / "rows.csv")))
+
+
+def test_scores_that_are_all_equal_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.csv").write_text("clicks,score_overall\n" + "1,2\n" * 8)
+
+    small = ["--epochs", "1", "--hidden", "8", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "seo", "--data", str(tmp_path / "rows.csv"), *small]) == 0
+
+    assert "Every score of overall is 2: there is nothing to learn from it." in capsys.readouterr().out

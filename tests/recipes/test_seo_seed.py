@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import logging
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,6 +200,18 @@ def test_what_was_changed_is_told_with_its_value_before_and_after() -> None:
     ]
 
 
+@pytest.mark.parametrize("policy", ["observe", "patient"])
+def test_a_policy_that_changes_nothing_holds_at_an_epochs_end_too(policy: str) -> None:
+    told: list[str] = []
+    config = UltraOptimizedConfig(policy=policy)
+    trainer = UltraOptimizedSEOTrainer(UltraOptimizedSEOMetricsModule(config), config, tell=told.append)
+
+    trainer._handle_training_instability("overfitting")
+
+    assert trainer._weight_decay == 1e-4
+    assert told == ["   overfitting: reported only, since the policy changes no hyperparameter"]
+
+
 def test_an_epoch_tells_losses_norms_and_how_far_the_scores_are_off() -> None:
     metrics = {"epoch": 1, "loss": 0.5, "val_loss": 0.25, "val_r2": 0.75, "val_mae_title": 4.86, "val_mae_links": 3.0}
     norms = {"grad_norm_mean": 0.381, "grad_norm_max": 0.498, "num_skipped": 0, "learning_rate": 1e-3}
@@ -284,3 +299,33 @@ def test_norms_and_actions_go_to_tensorboard_where_it_is_asked_for(tmp_path: Pat
     (events,) = (tmp_path / "tensorboard").iterdir()
     written = events.read_bytes()
     assert all(name in written for name in (b"grad/norm", b"health/loss", b"action/clip_coefficient"))
+
+
+def test_scores_in_their_own_units_are_compared_with_their_mean() -> None:
+    trainer = make_trainer()  # of a model that was not given the scales of any data
+    scores = torch.tensor([[60.0], [80.0]]).expand(2, len(trainer.model.metrics))
+
+    assert trainer.guess_loss([(torch.zeros(2, 26), scores)]) == 100.0
+
+
+# --- the document's tests -------------------------------------------------------------------------------------------
+
+
+def test_the_checks_of_the_document_are_functions_of_the_package_and_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    seo = importlib.import_module("steadygrad_recipes.seo")
+    for name in ("gradient_clipping", "nan_inf_handling", "training_stability_monitoring", "checkpoint_safety"):
+        getattr(seo, f"test_{name}")()
+
+    monkeypatch.setattr(UltraOptimizedSEOTrainer, "_clip_gradients", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"the norm was .* not 0\.5"):
+        seo.test_gradient_clipping()
+
+
+def test_the_checks_of_the_document_run_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "steadygrad_recipes.seo.check_setup"], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["✓ test_full_training_cycle", "All checks passed."]
+    assert "no_better_than_guessing" not in done.stderr

@@ -150,6 +150,7 @@ def test_lines_are_spelled_as_in_the_seed() -> None:
     names = ("loss", "grad_norm", "learning_rate", "num_skipped_steps", "epoch")
     assert spell_logs(logs, names) == "{'loss': 2.27, 'grad_norm': 1.55, 'learning_rate': 0.0002, 'epoch': 0.0}"
     assert describe_step(2.371, 0.42345) == "loss=2.37, grad=0.423"
+    assert describe_step(2.371, 0.42345, 2e-4) == "loss=2.37, grad=0.423, lr=0.0002"
 
 
 def test_a_line_with_numbers_that_cannot_be_brings_warnings() -> None:

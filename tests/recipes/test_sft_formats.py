@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from steadygrad.errors import ConfigError
+from steadygrad.cli import main
+from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.sft import read_prompts
+from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.data import Example, parse_row, read_file
 from steadygrad_recipes.sft.metrics import load_checker, score
 
@@ -113,3 +115,78 @@ def test_a_checker_of_ones_own_decides_what_is_right(tmp_path: Path) -> None:
     assert score([" THREE "], [Example("?", "three")], checker=checker).accuracy == 1.0
     with pytest.raises(ConfigError, match="other"):
         load_checker(f"{file}:other")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [("raise KeyError(3)", "raised KeyError"), ("return None", "returned None"), ("return 7", "returned 7")],
+)
+def test_a_checker_that_fails_is_found_before_the_training(
+    tmp_path: Path, body: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def check(answer, completion):\n    {body}\n")
+    with pytest.raises(UsageError, match=words):
+        score(["a"], [Example("?", "three")], checker=load_checker(f"{tmp_path / 'mine.py'}:check"))
+
+    run = ["--run-dir", str(tmp_path / "run"), "--checker", f"{tmp_path / 'mine.py'}:check"]
+    assert main(["train", "sft", "--quick", *run]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checker_may_give_parts(tmp_path: Path) -> None:
+    examples = [Example("?", "three"), Example("?", "four")]
+    assert score(["a", "b"], examples, checker=lambda answer, _: 0.5 if answer == "a" else True).accuracy == 0.75
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "How many?"}, "How many?"),
+        ({"question": "How many?"}, "How many?"),
+        ({"instruction": "Count.", "input": "a b"}, "Count.\n\na b"),
+        ({"messages": CHAT}, (CHAT[0],)),
+        ({"messages": [CHAT[0]]}, (CHAT[0],)),
+    ],
+)
+def test_prompts_need_no_completion(tmp_path: Path, row: dict[str, Any], prompt: Any) -> None:
+    (tmp_path / "asked.jsonl").write_text(json.dumps(row) + "\n")
+
+    assert [example.prompt for example in read_prompts(tmp_path / "asked.jsonl")] == [prompt]
+
+
+def test_a_comma_outside_quotes_is_an_error_not_a_shorter_answer(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('prompt,completion\nhi,"a, b"\nho,c, d\n')
+
+    with pytest.raises(ConfigError, match=r"rows\.csv:3: more cells than the header's 2: ' d'"):
+        read_file(tmp_path / "rows.csv")
+
+
+def test_a_spreadsheet_is_not_read_as_lines(tmp_path: Path) -> None:
+    (tmp_path / "rows.xlsx").write_bytes(b"PK\x03\x04\x00\x00")
+
+    with pytest.raises(ConfigError, match=r"rows\.xlsx is not text in UTF-8"):
+        read_file(tmp_path / "rows.xlsx")
+
+
+def test_4_bits_without_a_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match="load_in_4bit must be false without model"):
+        SftConfig(load_in_4bit=True)
+
+
+def test_rows_left_out_are_listed_and_rows_without_a_prompt_are_not_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"text": f"word {i}"}) for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows, '{"text": ""}', "broken"]) + "\n")
+    small = ["--tiny.width", "16", "--tiny.num-layers", "1", "--epochs", "1", "--skip-bad-rows"]
+
+    assert (
+        main(["train", "sft", *small, "--data", str(tmp_path / "rows.jsonl"), "--run-dir", str(tmp_path / "run")]) == 0
+    )
+
+    listed = (tmp_path / "run" / "left_out.txt").read_text().splitlines()
+    assert [line.split(": ")[0] for line in listed] == [f"{tmp_path / 'rows.jsonl'}:{i}" for i in (21, 22)]
+    said = capsys.readouterr().out
+    assert "No held-out row has a prompt, so no answer was scored." in said
+    assert "accuracy" not in said

@@ -28,6 +28,15 @@ class Sample:
     image: Any = None
     """A file's path, a place in a shard, or the encoded bytes."""
     captions: dict[str, list[str]] = field(default_factory=dict)
+    shard: str = ""
+    """Name of the shard that it comes from, if any."""
+    row: str = ""
+    """Its row in that shard."""
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """File and row to name in a message."""
+        return (self.shard, self.row) if self.shard else ("sample", f"image id {self.id}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def read_corpus(config: Clip6dConfig, folder: Path) -> Corpus:
             kept.append(sample)
         else:
             reason = f"it has {' and '.join(having) or 'none'} of the modalities; at least two are needed"
-            left_out.append(LeftOut("sample", f"image id {sample.id}", reason))
+            left_out.append(LeftOut(*sample.origin, reason))
     train, val = _split(kept, config.val_share, config.seed)
     needed = config.batch_size * count_ranks()
     if len(train) < needed or len(val) < 2:
@@ -168,7 +168,7 @@ class CaptionDataset(Dataset[dict[str, Any]]):
         if not has_modality(sample, name, self._vectors):
             return None
         if name == IMAGE:
-            return read_image(sample.image, self._side)
+            return read_image(sample.image, self._side, ", ".join(sample.origin) if sample.shard else str(sample.image))
         if name == VECTOR:
             return self._vectors[sample.id]
         language, number = split_modality(name)
@@ -178,7 +178,7 @@ class CaptionDataset(Dataset[dict[str, Any]]):
         return captions[0] if draw is None else draw.choice(captions)
 
 
-def read_image(place: Any, side: int) -> Tensor | None:
+def read_image(place: Any, side: int, name: str | None = None) -> Tensor | None:
     """Return the centre square, resized, as bytes [3, side, side]. None, with a warning, when the image is broken."""
     images = import_extra("recipes", "PIL.Image", what="reading images")
     content = place.read() if isinstance(place, Place) else place
@@ -186,7 +186,9 @@ def read_image(place: Any, side: int) -> Tensor | None:
         with images.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
             whole = image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for a damaged file
-        _warn_unreadable("an image" if isinstance(place, bytes) else str(place), str(error))
+        # Pillow names the object that it was given, which says nothing about one in memory
+        reason = "Pillow knows no such format" if isinstance(content, bytes) and "BytesIO" in str(error) else str(error)
+        _warn_unreadable(str(place) if name is None else name, reason)
         return None
     short = min(whole.size)
     left, top = ((length - short) // 2 for length in whole.size)

@@ -36,6 +36,8 @@ SIMILARITIES = ("mip", "norm", "cosine", "distance")
 """`stable_loss_version` -> the similarity of `multiway_contrastive`."""
 EXPLODING = 100.0
 """The monitor's own threshold above which a norm is worth a warning."""
+VANISHING = 1e-7
+"""And the one below which a parameter's norm is."""
 
 
 class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # type: ignore[misc]
@@ -164,11 +166,22 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
                 step=self.global_step, apply_clipping=not guarded, max_grad_norm=self.gradient_clip_value
             )
             self.log("grad", stats["global_grad_norm"], prog_bar=True)
-            if guarded and self.gradient_monitor is not None and stats["global_grad_norm"] > EXPLODING:
-                self.gradient_monitor.exploding_threshold = math.inf  # clipped: one warning per epoch, not one per step
+            if guarded:
+                self._warn_once_an_epoch(stats)
 
         if self.enable_activation_monitoring and is_whole and self.global_step % self.log_frequency == 0 and is_first():
             self._print_activations()
+
+    def _warn_once_an_epoch(self, stats: Mapping[str, Any]) -> None:
+        """Silence a warning until the next epoch: large norms are clipped, and some gradients are 0 by construction.
+
+        Those of the biases of attention's keys are: softmax ignores what is added to a whole row.
+        """
+        monitor = self.gradient_monitor
+        if monitor is not None and stats["global_grad_norm"] > EXPLODING:
+            monitor.exploding_threshold = math.inf
+        if monitor is not None and stats["min_grad_norm"] < VANISHING:
+            monitor.vanishing_threshold = 0.0
 
     def _print_activations(self) -> None:
         """Print what the activations of this step were like, and record the share of units that never fired."""
@@ -188,9 +201,10 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
                 callback.guard.log(dead_units=share)
 
     def on_train_epoch_start(self) -> None:
-        """Allow a warning about large norms again."""
+        """Allow the warnings about large and small norms again."""
         if self.gradient_monitor is not None:
             self.gradient_monitor.exploding_threshold = EXPLODING
+            self.gradient_monitor.vanishing_threshold = VANISHING
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW; the rate rises for `warmup_steps`, then follows a cosine to zero over all steps."""

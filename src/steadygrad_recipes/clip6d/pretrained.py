@@ -6,8 +6,10 @@ own: settings that contradict them are refused, with the values to write.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +75,33 @@ def _open_transformers(folder: Path) -> tuple[Any, Any]:
     transformers = import_extra("transformers", "transformers", what="model.pretrained", error=ConfigError)
     safely: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}  # no network, no pickle
     try:
-        image = transformers.CLIPVisionModelWithProjection.from_pretrained(folder, **safely)
-        text = transformers.CLIPTextModelWithProjection.from_pretrained(folder, **safely)
-    except (OSError, ValueError, KeyError) as error:
+        # CLIPModel has one length of vectors for both; each half alone would take its own config's, often the default
+        whole = transformers.CLIPConfig.from_pretrained(folder, local_files_only=True)
+        halves = whole.vision_config, whole.text_config
+        for half in halves:
+            half.projection_dim = whole.projection_dim
+        with _quiet(transformers):
+            image = transformers.CLIPVisionModelWithProjection.from_pretrained(folder, config=halves[0], **safely)
+            text = transformers.CLIPTextModelWithProjection.from_pretrained(folder, config=halves[1], **safely)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.pretrained: {folder} cannot be read as a CLIP model: {reason}.") from None
     return image, text
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Silence the report that the other half's weights are unexpected in each half."""
+    log, words = logging.getLogger("transformers"), transformers.utils.logging
+    level, has_bars = log.level, words.is_progress_bar_enabled()
+    log.setLevel(logging.ERROR)
+    words.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if has_bars:
+            words.enable_progress_bar()
 
 
 @functools.cache

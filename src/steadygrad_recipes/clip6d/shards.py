@@ -59,10 +59,9 @@ def read_shards(
     for shard in shards:
         rows = _read_tar(shard) if shard.suffix == ".tar" else _read_parquet(shard)
         for row, parts in rows:
-            sample = Sample(len(samples))
-            problem = _fill(sample, parts, languages, vectors, needs_images=needs_images)
-            if problem:
-                left_out.append(LeftOut(shard.name, row, problem))
+            sample = Sample(len(samples), shard=shard.name, row=row)
+            problems = _fill(sample, parts, languages, vectors, needs_images=needs_images)
+            left_out += [LeftOut(shard.name, row, problem) for problem in problems if problem]
             samples.append(sample)
     return samples, vectors, left_out
 
@@ -74,38 +73,37 @@ def _fill(
     vectors: dict[int, Tensor],
     *,
     needs_images: bool,
-) -> str:
-    """Put what a row holds into the sample; return what is wrong with it, or nothing."""
-    problem = ""
+) -> list[str]:
+    """Put what a row holds into the sample; return what is wrong with it, "" for each part that is fine."""
+    problems = []
     for name, value in parts.items():
         if name in PICTURES or name == "image":
             sample.image = value
         elif name in ("npy", "vector", "embedding"):
-            problem = _take_vector(sample.id, value, vectors)
+            problems.append(_take_vector(sample.id, value, vectors))
         elif name == "json":
-            problem = _take_json(sample, value, languages)
+            problems.append(_take_json(sample, value, languages))
         else:
-            _take_captions(sample, name.removesuffix(".txt"), value, languages)
-    if needs_images and sample.image is None:
-        return "it has no image"
-    return problem
+            problems.append(_take_captions(sample, name.removesuffix(".txt"), value, languages))
+    return ["it has no image"] if needs_images and sample.image is None else problems
 
 
-def _take_captions(sample: Sample, name: str, value: Any, languages: Sequence[str]) -> None:
+def _take_captions(sample: Sample, name: str, value: Any, languages: Sequence[str]) -> str:
     """Add captions under their language; one without a language is of the first that is trained."""
     if isinstance(value, Place):
         value = value.read().decode("utf-8", errors="replace")
     if isinstance(value, Mapping):
-        for language, texts in value.items():
-            _take_captions(sample, str(language), texts, languages)
-        return
+        problems = [_take_captions(sample, str(language), texts, languages) for language, texts in value.items()]
+        return next(filter(None, problems), "")
     language = languages[0] if name in CAPTIONS and languages else name
+    if value is None or language not in languages:  # a table's empty cell: it has none in this language
+        return ""
     texts = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else []
-    if language in languages:
-        clean = [str(text).strip() for text in texts if isinstance(text, str) and text.strip()]
-        sample.captions.setdefault(language, []).extend(clean)
-        if not sample.captions[language]:
-            del sample.captions[language]
+    clean = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+    if not clean:
+        return f"its caption in {language} is empty or not text"
+    sample.captions.setdefault(language, []).extend(clean)
+    return ""
 
 
 def _take_json(sample: Sample, value: Any, languages: Sequence[str]) -> str:
@@ -115,10 +113,12 @@ def _take_json(sample: Sample, value: Any, languages: Sequence[str]) -> str:
         return f"its .json cannot be read: {error}"
     if not isinstance(content, Mapping):
         return f"its .json holds {type(content).__name__}, not an object"
-    for name, texts in content.items():
-        if name in CAPTIONS or name in languages:
-            _take_captions(sample, name, texts, languages)
-    return ""
+    problems = [
+        _take_captions(sample, name, texts, languages)
+        for name, texts in content.items()
+        if name in CAPTIONS or name in languages
+    ]
+    return next(filter(None, problems), "")
 
 
 def _take_vector(key: int, value: Any, vectors: dict[int, Tensor]) -> str:
@@ -126,11 +126,16 @@ def _take_vector(key: int, value: Any, vectors: dict[int, Tensor]) -> str:
         numpy = import_extra("recipes", "numpy", what="reading vectors of a shard")
         try:
             value = numpy.load(io.BytesIO(value.read()), allow_pickle=False)  # a pickle would run code
-        except ValueError as error:
+        except (ValueError, EOFError) as error:
             return f"its .npy cannot be read: {error}"
+    if value is None:
+        return ""
     vector = torch.as_tensor(value).float().flatten()
     if not bool(vector.isfinite().all()):
         return "its vector is not finite"
+    length = len(next(iter(vectors.values()), vector))
+    if len(vector) != length:
+        return f"its vector has {len(vector)} numbers, those before it {length}"
     vectors[key] = vector
     return ""
 
@@ -165,5 +170,5 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             number += 1
             image = row.get("image")
             if isinstance(image, Mapping):  # as datasets stores pictures
-                row["image"] = image.get("bytes") or (Path(image["path"]) if image.get("path") else None)
+                row["image"] = image.get("bytes") or (path.parent / image["path"] if image.get("path") else None)
             yield f"row {number}", row

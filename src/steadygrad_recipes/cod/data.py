@@ -119,7 +119,7 @@ def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
     except (OSError, ValueError, SyntaxError) as error:
         raise UsageError(
             f"{path} cannot be read as a picture ({type(error).__name__}). Fix the file, or leave it out; a "
-            "training that it ended continues with --resume latest."
+            "training that it ended continues with --resume."
         ) from None
     pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8).float() / 255
     return pixels.view(size, size, 3) if mode == "RGB" else pixels.view(size, size)

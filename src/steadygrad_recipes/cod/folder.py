@@ -1,12 +1,13 @@
 """A folder in the layout of COD10K, CAMO or NC4K -> pairs of image and mask, and what is wrong with the others.
 
-Nothing is dropped silently: an image without a mask, a mask without an image, a file that is not a picture and a pair
-with two sizes are each found before training and named. Only file headers are read here, no code is run, and torch is
-not imported.
+Nothing is dropped silently: an image without a mask, a mask without an image, a file that is not a picture or is
+truncated and a pair with two sizes are each found before training and named. Only headers and ends of files are read
+here, no code is run, and torch is not imported.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ SPLITS = {"train": ("Train", "TrainDataset", "train"), "test": ("Test", "TestDat
 IMAGES = ("Image", "Imgs", "Images", "images", "imgs", "image")
 MASKS = ("GT_Object", "GT", "gt", "masks", "Masks", "mask")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+"""Format -> what ends a complete file."""
 NONCAM = "COD10K-NonCAM"
 MAX_SHOWN = 5
 
@@ -146,7 +149,7 @@ def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _check_pair(image: Path, mask: Path | None) -> str:
-    """Return what is wrong with the pair, judging by its file headers; empty when nothing is."""
+    """Return what is wrong with the pair, judging by the headers and ends of its files; empty when nothing is."""
     sizes = []
     for what, file in (("image", image), ("mask", mask)):
         if file is None:
@@ -154,9 +157,20 @@ def _check_pair(image: Path, mask: Path | None) -> str:
         try:
             with import_pillow("reading pictures").open(file) as picture:
                 sizes.append(picture.size)
-        except (OSError, ValueError) as error:
-            return f"its {what} is not a readable picture ({type(error).__name__})"
+                if not _has_end(file, picture.format):
+                    picture.load()  # may be whole all the same, with something appended
+        except (OSError, ValueError, SyntaxError) as error:
+            reason = str(error) if type(error) is OSError else type(error).__name__  # others repeat the whole path
+            return f"its {what} is not a readable picture ({reason})"
     return f"image is {_spell(sizes[0])} and mask {_spell(sizes[1])}" if len(set(sizes)) > 1 else ""
+
+
+def _has_end(file: Path, format: str | None) -> bool:
+    """Return whether the last bytes hold the mark that ends such a file: a truncated one has a good header."""
+    mark = ENDS.get(format or "")
+    with file.open("rb") as content:
+        content.seek(-min(64, file.stat().st_size), os.SEEK_END)
+        return mark is not None and mark in content.read()
 
 
 def _spell(size: tuple[int, int]) -> str:

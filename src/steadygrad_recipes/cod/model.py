@@ -202,6 +202,12 @@ def build_network(config: CodConfig) -> nn.Module:
 def take_outputs(found: Tensor | Sequence[Tensor], size: Sequence[int]) -> list[Tensor]:
     """Return a network's logits [N, 1, H, W] at the images' size, the finest first, whether it gives one or several."""
     outputs = [found] if isinstance(found, Tensor) else list(found)
+    for one in outputs:
+        shape = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
+        if not isinstance(one, Tensor) or one.dim() != 4 or one.shape[1] != 1:
+            raise ConfigError(
+                f"the network gives {shape}, not logits [N, 1, H, W]. Return one channel, before a sigmoid."
+            )
     return [
         one
         if list(one.shape[-2:]) == list(size)

@@ -23,7 +23,15 @@ from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad_recipes.mmdit.config import DataConfig
 from steadygrad_recipes.mmdit.model import Shapes
-from steadygrad_recipes.mmdit.texts import LATENTS, MappedRows, list_words, open_tokenizer, read_pair, read_texts
+from steadygrad_recipes.mmdit.texts import (
+    LATENTS,
+    MAX_SHOWN,
+    MappedRows,
+    list_words,
+    open_tokenizer,
+    read_pair,
+    read_texts,
+)
 
 MAPPED = (LATENTS, ".jsonl")
 """Endings of files whose latents are memory-mapped."""
@@ -31,8 +39,6 @@ ENDINGS = (".safetensors", ".npz", *MAPPED)
 FORMAT = "tokens [N, L] of whole numbers, latents [N, D] or [N, T, D], and perhaps mask [N, L]"
 BLOCK = 4096
 """Number of rows whose latents are looked at together."""
-MAX_SHOWN = 5
-"""Number of bad rows that are named; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +110,9 @@ def read_corpus(config: DataConfig) -> Corpus:
     vocab = _read_vocab(folder / "vocab.json") if tokenizer is None else list_words(tokenizer)
     inner = [folder / name for name in ("train", "val")]
     has_split = all(one.is_dir() for one in inner)
-    parts = [_read_folder(one, config, tokenizer) for one in (inner if has_split else [folder])]
-    size = config.vocab_size or (len(vocab) if vocab else _count_ids(rows for part in parts for _, rows in part))
     notes: list[str] = []
+    parts = [_read_folder(one, config, tokenizer, notes) for one in (inner if has_split else [folder])]
+    size = config.vocab_size or (len(vocab) if vocab else _count_ids(rows for part in parts for _, rows in part))
     left_out: list[str] = []
     checked = [_check_rows(part, size, notes, left_out, skip=config.skip_bad_rows) for part in parts]
     train, val = checked if has_split else _split(checked[0], config.val_fraction, folder)
@@ -118,7 +124,7 @@ def read_corpus(config: DataConfig) -> Corpus:
     return Corpus(train, val, size, vocab, tuple(notes), tuple(left_out))
 
 
-def _read_folder(folder: Path, config: DataConfig, tokenizer: Any) -> list[tuple[Path, Rows]]:
+def _read_folder(folder: Path, config: DataConfig, tokenizer: Any, notes: list[str]) -> list[tuple[Path, Rows]]:
     files = sorted(path for path in folder.iterdir() if path.name.endswith(ENDINGS))
     if not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) or "nothing"
@@ -126,7 +132,7 @@ def _read_folder(folder: Path, config: DataConfig, tokenizer: Any) -> list[tuple
             f"there is no .safetensors, .npz, .npy or .jsonl file in {folder}, it holds {found}. "
             f"Put files there, each with {FORMAT}."
         )
-    parts = _pad_texts([(path, _read_file(path, config, tokenizer)) for path in files])
+    parts = _pad_texts([(path, _read_file(path, config, tokenizer, notes)) for path in files])
     first = parts[0][1]
     for path, rows in parts:
         ours, theirs = ((r.tokens.shape[1], *r.latents.shape[1:]) for r in (rows, first))
@@ -149,8 +155,8 @@ def _pad_texts(parts: list[tuple[Path, Rows]]) -> list[tuple[Path, Rows]]:
     return [(path, pad(rows) if path.suffix == ".jsonl" else rows) for path, rows in parts]
 
 
-def _read_file(path: Path, config: DataConfig, tokenizer: Any) -> Rows:
-    arrays = _read_arrays(path, config, tokenizer)
+def _read_file(path: Path, config: DataConfig, tokenizer: Any, notes: list[str]) -> Rows:
+    arrays = _read_arrays(path, config, tokenizer, notes)
     missing = [name for name in ("tokens", "latents") if name not in arrays]
     if missing:
         names = ", ".join(sorted(arrays)) or "nothing"
@@ -176,14 +182,14 @@ def _read_file(path: Path, config: DataConfig, tokenizer: Any) -> Rows:
     return Rows(tokens, mask.bool(), latents)
 
 
-def _read_arrays(path: Path, config: DataConfig, tokenizer: Any) -> dict[str, Tensor]:
+def _read_arrays(path: Path, config: DataConfig, tokenizer: Any, notes: list[str]) -> dict[str, Tensor]:
     """Return the tensors of one file."""
     if path.name.endswith(LATENTS):
         return read_pair(path)
     if path.suffix == ".jsonl":
         if tokenizer is None:
             raise UsageError(f"{path} holds texts, and there is no tokenizer for them. Give --data.tokenizer FOLDER.")
-        return read_texts(path, tokenizer, config.max_text)
+        return read_texts(path, tokenizer, config.max_text, notes, skip=config.skip_bad_rows)
     try:
         if path.suffix == ".npz":
             numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
@@ -243,7 +249,7 @@ def _check_rows(
         bad = torch.zeros(len(rows), dtype=torch.bool)
         for what, find in FAULTS:
             found = find(rows, vocab_size) & ~bad
-            refused += [f"{path.name} row {int(i)}: {what}" for i in found.nonzero()]
+            refused += [f"{_name_row(path, int(i))}: {what}" for i in found.nonzero()]
             bad |= found
         good.append(~bad)
     if refused:
@@ -261,6 +267,11 @@ def _check_rows(
     rows = rows.take(torch.cat(good)) if refused else rows
     tokens = torch.where(rows.mask, rows.tokens, 0)  # padding positions may hold any number, such as -100
     return Rows(tokens, rows.mask, rows.latents)
+
+
+def _name_row(path: Path, number: int) -> str:
+    # Editors count the lines of a text from 1, and arrays their rows from 0
+    return f"{path.name} line {number + 1}" if path.suffix == ".jsonl" else f"{path.name} row {number}"
 
 
 def _join(parts: Sequence[tuple[Path, Rows]]) -> Rows:

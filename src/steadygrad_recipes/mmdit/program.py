@@ -224,17 +224,20 @@ def read_given(
     sampling, shapes = config.sampling, model.shapes
     if sampling.latents is not None:
         given = map_array(Path(sampling.latents))
+        shape, wanted = list(given.shape), (shapes.num_latents, shapes.latent_dim)
         given = given[None] if given.dim() == 2 else given
-        wanted = (shapes.num_latents, shapes.latent_dim)
         if tuple(given.shape[1:]) != wanted:
-            raise UsageError(
-                f"{sampling.latents} has {list(given.shape)}, and the model wants [N, {wanted[0]}, {wanted[1]}]."
-            )
+            raise UsageError(f"{sampling.latents} has {shape}, and the model wants [N, {wanted[0]}, {wanted[1]}].")
         return None, given.float()
     if sampling.text is None:
         return None, None
     if config.data.tokenizer is not None:
-        tokens, mask = encode_texts([sampling.text], open_tokenizer(config.data.tokenizer), shapes.text_length)
+        tokenizer = open_tokenizer(config.data.tokenizer)
+        tokens, mask, _ = encode_texts([sampling.text], tokenizer, shapes.text_length)
+        has_word = bool(sampling.text.strip())
+        if not has_word or tokenizer.unk_token_id in tokens[0].tolist():
+            what = "has words that the tokenizer does not know" if has_word else "has no word"
+            raise UsageError(f"sampling.text: {sampling.text!r} {what}. Use words that the model was trained on.")
     else:
         ids = find_words(sampling.text, vocab)[: shapes.text_length]
         tokens, mask = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)

@@ -18,6 +18,8 @@ from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 
 LATENTS, TOKENS = "_latents.npy", "_tokens.npy"
+MAX_SHOWN = 5
+"""Number of bad rows that are named; the others are counted."""
 
 
 def map_array(path: Path) -> Tensor:
@@ -66,28 +68,45 @@ def read_pair(latents: Path) -> dict[str, Tensor]:
     return {"tokens": map_array(tokens), "latents": map_array(latents)}
 
 
-def read_texts(path: Path, tokenizer: Any, length: int) -> dict[str, Tensor]:
-    """Return `tokens`, `mask` and `latents` of a .jsonl file and the .npy file beside it; texts are cut at `length`."""
+def read_texts(path: Path, tokenizer: Any, length: int, notes: list[str], *, skip: bool = False) -> dict[str, Tensor]:
+    """Return `tokens`, `mask` and `latents` of a .jsonl file and the .npy file beside it.
+
+    Texts are cut at `length`, which is noted. Rows that cannot be read are an error; with `skip` they are empty texts,
+    which the check of all rows leaves out.
+    """
     beside = path.with_suffix(".npy")
     if not beside.is_file():
         raise UsageError(f"{path} has no {beside.name} beside it. Write the latents [N, T, D] of its rows there.")
-    texts = [_read_text(line, f"{path}:{number}") for number, line in _list_lines(path)]
+    read = [_read_text(line, number) for number, line in _list_lines(path)]
+    bad = [fault for _, fault in read if fault]
+    if bad and not skip:
+        more = f"; and {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else ""
+        raise UsageError(
+            f"{len(bad)} of {len(read)} rows in {path} cannot be read: {'; '.join(bad[:MAX_SHOWN])}{more}. Write rows "
+            'such as {"text": "a red circle"}, or leave them out: data.skip_bad_rows.'
+        )
+    texts = [text for text, _ in read]
     latents = map_array(beside)
     if len(texts) != len(latents):
         raise UsageError(
             f"{path} has {len(texts)} texts, and {beside.name} {len(latents)} latents. Write one for each."
         )
-    tokens, mask = encode_texts(texts, tokenizer, length)
+    tokens, mask, num_cut = encode_texts(texts, tokenizer, length)
+    # Not left to the tokenizer, which may put marks of beginning and end around no text
+    mask &= torch.tensor([not fault for _, fault in read]).unsqueeze(1)
+    if num_cut:
+        notes.append(f"{num_cut} of {len(texts)} texts in {path} are cut at {length} tokens: data.max_text")
     return {"tokens": tokens, "mask": mask, "latents": latents}
 
 
-def encode_texts(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Return ids [N, L], 0 where there is no text, and where there is; each text is cut at `length`."""
-    rows = [list(tokenizer(text)["input_ids"])[:length] for text in texts]
+def encode_texts(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tensor, Tensor, int]:
+    """Return ids [N, L] padded with 0, the mask of what is not padding, and how many texts were cut at `length`."""
+    whole = [list(tokenizer(text)["input_ids"]) for text in texts]
+    rows = [row[:length] for row in whole]
     longest = max(map(len, rows), default=1) or 1
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
     mask = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
-    return tokens, mask
+    return tokens, mask, sum(len(row) > length for row in whole)
 
 
 def open_tokenizer(folder: str) -> Any:
@@ -114,12 +133,13 @@ def _list_lines(path: Path) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
 
 
-def _read_text(line: bytes, place: str) -> str:
+def _read_text(line: bytes, number: int) -> tuple[str, str]:
+    """Return the text of a line, and "", or no text and what is wrong."""
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f'{place} is not JSON: {error}. Write a row such as {{"text": "a red circle"}}.') from None
+        return "", f"line {number} is not JSON ({error})"
     text = row.get("text", row.get("caption")) if isinstance(row, dict) else row
     if not isinstance(text, str) or not text.strip():
-        raise UsageError(f'{place} has no text. Write a row such as {{"text": "a red circle"}}.')
-    return text
+        return "", f"line {number} has no text"
+    return text, ""

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 Config = UltraOptimizedConfig
 SUMMARY = "score web pages for search engines: several metrics from HTML features and text"
-_CLASSES = {"UltraOptimizedSEOMetricsModule": "model", "UltraOptimizedSEOTrainer": "trainer"}
+_CLASSES = {
+    "UltraOptimizedSEOMetricsModule": "model",
+    "UltraOptimizedSEOTrainer": "trainer",
+    "test_checkpoint_safety": "check_setup",
+    "test_full_training_cycle": "check_setup",
+    "test_gradient_clipping": "check_setup",
+    "test_nan_inf_handling": "check_setup",
+    "test_training_stability_monitoring": "check_setup",
+}
 """Name -> module, for `__getattr__`."""
 ALIASES = {"lr": "learning_rate"}
 PREDICT = "scores by a trained run: of an HTML page, a folder of them, or each row of a .csv or .jsonl table"

@@ -80,7 +80,10 @@ def load_data(config: UltraOptimizedConfig) -> SEOData:
 def split_data(rows: list[Row], left_out: list[str], config: UltraOptimizedConfig, seed: int) -> SEOData:
     """Build the tensors of all rows, and split off validation pages at random, the same for the same seed."""
     if len(rows) < 5:
-        raise UsageError(f"there are {len(rows)} pages with scores, too few to train and validate on. Give at least 5.")
+        found = "".join(f" Left out: {reason}." for reason in left_out[:3])
+        raise UsageError(
+            f"there are {len(rows)} pages with scores, too few to train and validate on.{found} Give at least 5."
+        )
     # The order of columns is the order of weights: it is saved with the run and must not depend on a set's order
     names = Names(list_features(rows), tuple(dict.fromkeys(name for row in rows for name in row.scores)))
     tensors = encode_rows(rows, names, config)

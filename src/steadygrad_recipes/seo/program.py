@@ -27,6 +27,7 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
     print_data(data, run_dir, console)
     if is_first():
         data.names.write(run_dir)
+    warn_of_equal_scores(data, console)
     trainer = UltraOptimizedSEOTrainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
     if resume is not None:
         step = trainer.resume(resume)
@@ -64,6 +65,15 @@ def print_data(data: SEOData, run_dir: Path, console: Any) -> None:
             console.say(f"  {line}", "yellow")
         if len(data.left_out) > NUM_SHOWN:
             console.say(f"  ... and {len(data.left_out) - NUM_SHOWN} more", "yellow")
+
+
+def warn_of_equal_scores(data: SEOData, console: Any) -> None:
+    """Name each metric whose scores are all the same: a loss near 0 is then no sign of learning."""
+    _, scores, given = data.train_tensors()
+    for i, metric in enumerate(data.names.metrics):
+        known = scores[given[:, i], i]
+        if known.numel() and bool((known == known[0]).all()):
+            console.say(f"Every score of {metric} is {float(known[0]):g}: there is nothing to learn from it.", "yellow")
 
 
 # --- scoring ------------------------------------------------------------------------------------------------------

@@ -92,14 +92,19 @@ def is_table(path: Path) -> bool:
 
 def require_html(path: Path) -> str:
     """Return the text of a page; raise UsageError for a file that is none."""
-    content = path.read_bytes()
+    try:
+        return _decode_page(path.read_bytes())
+    except BadRow as bad:
+        raise UsageError(
+            f"{path} {bad}. Give a page, a folder of pages, or a .csv or .jsonl table of feature rows."
+        ) from None
+
+
+def _decode_page(content: bytes) -> str:
     text = content.decode("utf-8", errors="replace")
     if b"\0" in content[:4096] or not TAG.search(text):
         begins = text[:20].split("\n")[0].strip()
-        raise UsageError(
-            f"{path} is not an HTML page: it begins with {begins!r} and has no HTML tag. Give a page, a folder of "
-            "pages, or a .csv or .jsonl table of feature rows."
-        )
+        raise BadRow(f"is not an HTML page: it begins with {begins!r} and has no HTML tag")
     return text
 
 
@@ -138,6 +143,11 @@ def _read_lines(table: Path) -> Iterator[tuple[str, Any]]:
         raise UsageError(
             f"{table} ends in {table.suffix!r}, which is not a table of pages. Use .csv or .jsonl, or a folder."
         )
+    with table.open("rb") as file:
+        if b"\0" in file.read(4096):
+            raise UsageError(
+                f"{table} is not text in UTF-8: it has zero bytes, as UTF-16 and binary files do. Save it as CSV UTF-8."
+            )
     yield from reader(table)
 
 
@@ -145,12 +155,15 @@ def _read_csv(table: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(1 << 27)  # one cell may contain a whole page
     # Excel begins a CSV with a byte order mark, which would become part of the first column's name
     with table.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.DictReader(file)
+        header = file.readline()
+        file.seek(0)
+        # Spreadsheets of many countries write semicolons
+        reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
         for row in reader:
-            yield (
-                f"{table.name}:{reader.line_num}",
-                {name: cell for name, cell in row.items() if cell not in (None, "")},
-            )
+            extra = [cell for cell in row.pop(None, []) if cell]  # beyond the header
+            cells = {name: cell for name, cell in row.items() if cell not in (None, "")}
+            fault = f"has more cells than the header's {len(row)}: {extra[0][:20]!r}" if extra else None
+            yield f"{table.name}:{reader.line_num}", cells if fault is None else fault
 
 
 def _read_jsonl(table: Path) -> Iterator[tuple[str, Any]]:
@@ -198,9 +211,11 @@ def _find_html(line: Mapping[str, Any], folder: Path) -> str | None:
     if not page.is_relative_to(folder.resolve()):
         raise BadRow(f"file {line['file']} lies outside {folder}")
     try:
-        return page.read_text(encoding="utf-8", errors="replace")
+        return _decode_page(page.read_bytes())
     except OSError as error:
         raise BadRow(f"file {line['file']} cannot be read: {error.strerror}") from None
+    except BadRow as bad:
+        raise BadRow(f"file {line['file']} {bad}") from None
 
 
 def _read_scores(line: Mapping[str, Any], *, needs_scores: bool) -> dict[str, float]:

@@ -87,11 +87,17 @@ class UltraOptimizedSEOTrainer(Trainer):
         return {"loss": loss, "r2": errors.pop("r2"), **errors}
 
     def guess_loss(self, val_loader: Iterable[Any]) -> float:
-        """Return the loss of the mean of the training pages' scores, about 1."""
+        """Return the loss of the mean of the training pages' scores, about 1.
+
+        A model that was not given their scales does not know it: then it is the mean of these scores.
+        """
         rows = [_split_batch(move_batch(batch, self.device)) for batch in val_loader]
         scores, given = torch.cat([row[2] for row in rows]), torch.cat([row[3] for row in rows])
         wanted = self.model.standardise(scores)
-        return float(score_losses(torch.zeros_like(wanted), wanted, given).mean())
+        mean = torch.zeros_like(wanted)
+        if not self.model.score_mean.any():
+            mean += torch.where(given, wanted, 0.0).sum(0) / given.sum(0).clamp_min(1)
+        return float(score_losses(mean, wanted, given).mean())
 
     def end_step(self, record: StepRecord) -> None:
         """Log the gradient norms before and after clipping, which the Guard has measured anyway."""
@@ -179,6 +185,10 @@ class UltraOptimizedSEOTrainer(Trainer):
             return
         if key == "weight_decay" and self._weight_decay >= self.config.weight_decay * MOST_WEIGHT_DECAY:
             logger.info(f"{issue_type}: the weight decay is {self._weight_decay:.4g}, and is not raised any further")
+            return
+        policy = self.guard_config.policy
+        if not (policy.act and policy.change_hyperparameters):
+            self._tell(f"   {issue_type}: reported only, since the policy changes no hyperparameter")
             return
         logger.info(line)
         before = self._find_setting(key)

@@ -43,8 +43,11 @@ def train(config: SftConfig, *, run_dir: Path, resume: str | None = None, consol
         console.say(f"Losses that were replaced by a small one: {reasons}.", "yellow")
     if trained.callback is not None:
         console.say(trained.callback.guard.summary())
-    console.say(f"{trained.scores} on {trained.scores.num_prompts} held-out prompts.", "bold")
-    console.say(f"Always the commonest answer: {trained.baseline}.")
+    if trained.scores.num_prompts:
+        console.say(f"{trained.scores} on {trained.scores.num_prompts} held-out prompts.", "bold")
+        console.say(f"Always the commonest answer: {trained.baseline}.")
+    else:
+        console.say("No held-out row has a prompt, so no answer was scored.")
     console.say(f"Weights: {run_dir / MODEL}")
     return 0
 
@@ -71,7 +74,7 @@ def predict(config: SftConfig, path: str | Path, *, run_dir: Path, console: Cons
 def read_prompts(path: Path) -> list[Example]:
     """Return the prompts of a table (.jsonl, .json, .csv, .parquet), or the lines of any other file."""
     if path.suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
-        return read_file(path)
+        return read_file(path, needs_completion=False)
     if not path.is_file():
         raise ConfigError(
             f"{path} is not a file. Give a .jsonl file with prompts, or a text file with a prompt a line."

@@ -145,6 +145,8 @@ class SftConfig(BatchSettings):
         self._set_enums()
         fits = not (self.load_in_4bit and self.lora_rank == 0)
         require(fits, self, "load_in_4bit", "be false without LoRA (lora_rank 0)", "Weights in 4 bits stay frozen.")
+        fits = not (self.load_in_4bit and self.model is None)
+        require(fits, self, "load_in_4bit", "be false without model", "What is built here is small, and all trained.")
         if self.lora_rank == 0 and self.base_precision is Precision.FP16:
             raise ConfigError.about(
                 "SftConfig",

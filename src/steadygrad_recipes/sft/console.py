@@ -16,7 +16,7 @@ from steadygrad.extras import import_extra
 from steadygrad.facts import StepRecord
 from steadygrad.record import Sink
 from steadygrad.trainer.pace import Pace
-from steadygrad.words import spell_number
+from steadygrad.words import spell_number, spell_seconds
 
 _TrainerCallback: Any = import_extra("transformers", "transformers", what="the recipe sft").TrainerCallback
 
@@ -87,8 +87,10 @@ class TrainingVoice(_TrainerCallback):  # type: ignore[misc]
         """Advance the bar."""
         last = self._norms.last
         if last is not None:
-            self._beside_bar = describe_step(last.loss, last.grad_norm)
-        self._advance(state.global_step, self._beside_bar)
+            self._beside_bar = describe_step(last.loss, last.grad_norm, max(last.learning_rates, default=None))
+        seconds = self._pace.estimate_seconds(state.global_step, state.max_steps)
+        left = "" if seconds is None else f", {spell_seconds(seconds)} left"
+        self._advance(state.global_step, self._beside_bar + left)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a log line, and a warning if its numbers cannot be right."""
@@ -97,7 +99,7 @@ class TrainingVoice(_TrainerCallback):  # type: ignore[misc]
         if "loss" in logs:
             if not self._guarded:
                 self._norms.add(float(logs["grad_norm"]))
-                self._beside_bar = describe_step(logs["loss"], logs["grad_norm"])
+                self._beside_bar = describe_step(logs["loss"], logs["grad_norm"], logs.get("learning_rate"))
             seconds = self._pace.estimate_seconds(state.global_step, state.max_steps)
             left = {} if seconds is None else {"seconds_left": round(seconds)}
             self._console.say(spell_logs({**logs, **left}, LINE))
@@ -116,9 +118,10 @@ class TrainingVoice(_TrainerCallback):  # type: ignore[misc]
         self._bar.close()
 
 
-def describe_step(loss: float | None, norm: float) -> str:
-    """Format the text next to the bar: 'loss=2.37, grad=0.423'."""
-    return f"loss={spell_number(loss, 3)}, grad={spell_number(norm, 3)}"
+def describe_step(loss: float | None, norm: float, rate: float | None = None) -> str:
+    """Format the text next to the bar: 'loss=2.37, grad=0.423, lr=0.0002'."""
+    lr = "" if rate is None else f", lr={spell_number(rate, 3)}"
+    return f"loss={spell_number(loss, 3)}, grad={spell_number(norm, 3)}{lr}"
 
 
 def spell_logs(logs: dict[str, Any], names: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from steadygrad.errors import ConfigError
 from steadygrad.words import spell_count
-from steadygrad_recipes.sft.formats import KNOWN, find_parts, read_rows
+from steadygrad_recipes.sft.formats import KNOWN, find_parts, find_prompt, read_rows
 
 Message = Mapping[str, str]
 
@@ -86,12 +86,14 @@ def read_examples(
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, left_out: list[str] | None = None, *, hub: bool = False) -> list[Example]:
+def read_file(
+    path: Path, left_out: list[str] | None = None, *, hub: bool = False, needs_completion: bool = True
+) -> list[Example]:
     """Read the rows of one file. Unusable rows raise an error, or are added to `left_out` where that is a list."""
     rows, bad = [], []
     for place, row in read_rows(path, hub=hub):
         try:
-            rows.append(parse_row(row))
+            rows.append(parse_row(row, needs_completion=needs_completion))
         except ValueError as error:
             bad.append(f"{place}: {error}")
     if bad and left_out is None:
@@ -99,7 +101,7 @@ def read_file(path: Path, left_out: list[str] | None = None, *, hub: bool = Fals
         more = f"\n  and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
         raise ConfigError(
             f"{len(bad)} of {len(bad) + len(rows)} rows cannot be used:\n  {named}{more}\n"
-            "Fix them, or leave them out with skip_bad_rows=True."
+            f"Fix them{', or leave them out with skip_bad_rows=True' if needs_completion else ''}."
         )
     if not rows:
         raise ConfigError(f"{path} has no row that can be used. Each line is a JSON object with {KNOWN}.")
@@ -108,13 +110,15 @@ def read_file(path: Path, left_out: list[str] | None = None, *, hub: bool = Fals
     return rows
 
 
-def parse_row(row: Any) -> Example:
+def parse_row(row: Any, *, needs_completion: bool = True) -> Example:
     """Parse one row, a mapping or a line of JSON; raises ValueError, with the reason, for one that cannot be used."""
     if isinstance(row, ValueError):
         raise row
     row = _parse_line(row) if isinstance(row, bytes) else row
     if not isinstance(row, Mapping):
         raise ValueError(f"a JSON object is needed, found {type(row).__name__}")
+    if not needs_completion:
+        return Example(_parse_prompt(find_prompt(row)), "")
     prompt, given = find_parts(row)
     completion = _parse_completion(given)
     if not completion.strip():

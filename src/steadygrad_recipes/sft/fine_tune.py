@@ -37,7 +37,16 @@ from steadygrad_recipes.sft.checkpoints import SealCheckpoints, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.console import Console, NormKeeper, TrainingVoice
 from steadygrad_recipes.sft.data import Examples, read_examples
-from steadygrad_recipes.sft.metrics import Checker, Scores, answer, guess_loss, load_checker, score, score_commonest
+from steadygrad_recipes.sft.metrics import (
+    Checker,
+    Scores,
+    answer,
+    check_answer,
+    guess_loss,
+    load_checker,
+    score,
+    score_commonest,
+)
 from steadygrad_recipes.sft.model import add_lora, open_model
 from steadygrad_recipes.sft.quiet import quiet_libraries, use_few_threads
 from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
@@ -51,6 +60,8 @@ MERGED = "merged"
 MODEL = "model"
 """Folder of the trained weights, inside the run directory."""
 SCORES = "scores.json"
+LEFT_OUT = "left_out.txt"
+"""List of the rows that could not be used, in the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +164,12 @@ def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: s
         hub=config.hub,
     )
     checker = load_checker(config.checker)
+    if checker is not None:
+        # Now, not after hours of training
+        check_answer(checker, examples.training[0].completion, examples.training[0].completion)
+    if examples.left_out and is_first():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / LEFT_OUT).write_text("\n".join(examples.left_out) + "\n", encoding="utf-8")
     with quiet_libraries(), use_few_threads(config):
         trained = _train(config, examples, run_dir, console, checkpoint, checker)
     if is_first():
@@ -295,7 +312,7 @@ def describe_data(examples: Examples, training: Encoded, validation: Encoded, co
     """Yield lines on how much data there is, and on rows that were left out, were cut, or have no label."""
     yield f"{spell_count(len(training.rows), 'row')} to train on, {len(validation.rows)} to validate on."
     if examples.left_out:
-        yield f"{spell_count(len(examples.left_out), 'row')} left out, the first: {examples.left_out[0]}"
+        yield f"{spell_count(len(examples.left_out), 'row')} left out, listed in {LEFT_OUT}: {examples.left_out[0]}"
     cut = training.num_cut + validation.num_cut
     if cut:
         yield f"{spell_count(cut, 'row')} longer than max_length={config.max_length}: {config.long_prompts.value}."

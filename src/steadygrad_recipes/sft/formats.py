@@ -35,7 +35,7 @@ def read_rows(path: Path, *, hub: bool = False) -> Iterator[Placed]:
         yield from _read_dataset(path, hub=hub)
         return
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist. Give a file ({ENDINGS}).")
+        raise ConfigError(f"{path} does not exist. Give a file ({ENDINGS}), or --hub for a name on the hub.")
     readers: dict[str, Callable[[Path], Iterator[Placed]]] = {
         ".json": _read_json,
         ".csv": _read_csv,
@@ -43,7 +43,11 @@ def read_rows(path: Path, *, hub: bool = False) -> Iterator[Placed]:
         ".txt": _read_text,
         ".parquet": _read_parquet,
     }
-    yield from readers.get(path.suffix.lower(), _read_jsonl)(path)
+    reader = readers.get(path.suffix.lower(), _read_jsonl)
+    with path.open("rb") as file:
+        if reader is not _read_parquet and b"\0" in file.read(4096):
+            raise ConfigError(f"{path} is not text in UTF-8: it has zero bytes. Give a file ({ENDINGS}).")
+    yield from reader(path)
 
 
 def _read_jsonl(path: Path) -> Iterator[Placed]:
@@ -71,12 +75,14 @@ def _read_json(path: Path) -> Iterator[Placed]:
 
 def _read_csv(path: Path) -> Iterator[Placed]:
     csv.field_size_limit(1 << 27)  # process-wide; the default of 128 KiB is too small for long answers
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins a file with a byte order mark
-        reader = csv.DictReader(file, delimiter=delimiter)
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         try:
             for row in reader:
-                yield f"{path}:{reader.line_num}", {name: cell for name, cell in row.items() if cell and name}
+                place, extra = f"{path}:{reader.line_num}", [cell for cell in row.pop(None, []) if cell]
+                # A comma in a text without quotes: what is behind it would be lost
+                fault = ValueError(f"more cells than the header's {len(row)}: {extra[0][:20]!r}") if extra else None
+                yield place, {name: cell for name, cell in row.items() if cell} if fault is None else fault
         except (UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(f"{path}:{reader.line_num + 1}: not CSV in UTF-8: {error}. Save it again.") from None
 
@@ -133,6 +139,23 @@ def find_parts(row: Mapping[str, Any]) -> tuple[Any, Any]:
     raise ValueError(f"no {KNOWN}; it has {', '.join(map(str, row)) or 'nothing'}")
 
 
+def find_prompt(row: Mapping[str, Any]) -> Any:
+    """Return what is asked in a row, which may lack the completion; all of a chat that does not end with an answer."""
+    for chat, author, said in CHATS:
+        messages = row.get(chat)
+        if isinstance(messages, list) and messages and all(isinstance(one, Mapping) for one in messages):
+            named = _name_roles(messages, author, said)
+            return named[:-1] if named[-1]["role"] == "assistant" and len(named) > 1 else named
+    if "instruction" in row:
+        return find_parts({**row, "output": ""})[0]
+    asked = next((row[prompt] for prompt, _ in PAIRS if prompt in row), row.get("text"))
+    if asked is None:
+        raise ValueError(
+            f"no `prompt`, `messages`, `instruction`, `question`, `input` or `text`; it has {', '.join(row)}"
+        )
+    return asked
+
+
 def _is_chat(value: list[Any]) -> bool:
     """Whether these are messages of one row, not rows."""
     named = (all(isinstance(one, Mapping) and {*names} <= one.keys() for one in value) for _, *names in CHATS)
@@ -142,10 +165,16 @@ def _is_chat(value: list[Any]) -> bool:
 def _split_chat(value: Any, author: str, said: str) -> tuple[Any, Any]:
     """Return all messages but the last, and the last one, which must be the assistant's: the others are its prompt."""
     if not isinstance(value, list) or len(value) < 2 or not all(isinstance(one, Mapping) for one in value):
-        raise ValueError(f"a chat is a list of two or more messages, found {type(value).__name__}")
-    messages = [
-        {"role": ROLES.get(str(one.get(author)), str(one.get(author))), "content": one.get(said)} for one in value
-    ]
+        found = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+        raise ValueError(f"a chat is a list of two or more messages, found {found}")
+    messages = _name_roles(value, author, said)
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"the last message is {messages[-1]['role']}'s; there is no answer of the assistant to learn")
     return messages[:-1], messages[-1]["content"]
+
+
+def _name_roles(messages: list[Any], author: str, said: str) -> list[dict[str, Any]]:
+    """Return messages with the names that chat templates know."""
+    return [
+        {"role": ROLES.get(str(one.get(author)), str(one.get(author))), "content": one.get(said)} for one in messages
+    ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from steadygrad.errors import UsageError
 from steadygrad.trainer.evaluating import in_eval_mode
 from steadygrad_recipes.loading import load_function
 from steadygrad_recipes.sft.data import Example
@@ -57,7 +58,7 @@ def is_right(given: str | None, expected: str | None, tolerance: float = 0.05) -
 
 
 Checker = Callable[[str, str], Any] | None
-"""Whether an answer is right, given the completion of its row; None: `is_right` decides."""
+"""Whether an answer is right, or how right from 0 to 1, given the completion of its row; None: `is_right` decides."""
 
 
 def load_checker(name: str | None) -> Checker:
@@ -65,11 +66,23 @@ def load_checker(name: str | None) -> Checker:
     return None if name is None else load_function(name, "SftConfig.checker")
 
 
+def check_answer(checker: Callable[[str, str], Any], text: str, completion: str) -> float:
+    """Return what the checker says of an answer, as a number from 0 to 1; UsageError if it fails or says otherwise."""
+    asked = f"the checker, asked about {text[:40]!r} for {completion[:40]!r},"
+    try:
+        found = checker(text, completion)
+    except Exception as error:  # the user's own code
+        raise UsageError(f"{asked} raised {error!r}. Return True or False.") from error
+    if not isinstance(found, bool | int | float) or not 0 <= found <= 1:
+        raise UsageError(f"{asked} returned {found!r}. Return True or False, or a number from 0 to 1.")
+    return float(found)
+
+
 def score(
     texts: Sequence[str], examples: Sequence[Example], tolerance: float = 0.05, checker: Checker = None
 ) -> Scores:
     """Score these answers to the examples, whatever produced them."""
-    num_right = num_answered = 0
+    num_right, num_answered = 0.0, 0
     for text, example in zip(texts, examples, strict=True):
         marked = OPEN in example.completion
         given = parse_answer(text, marked=marked)
@@ -77,7 +90,7 @@ def score(
         if checker is None:
             num_right += is_right(given, parse_answer(example.completion, marked=marked), tolerance)
         else:
-            num_right += bool(checker(text, example.completion))
+            num_right += check_answer(checker, text, example.completion)
     count = len(examples)
     return Scores(num_right / max(1, count), num_answered / max(1, count), count)
 

@@ -74,7 +74,10 @@ def load_folder(
     is_remote = hub and not folder.exists()
     if not is_remote and not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise ConfigError(f"SftConfig.model: {folder} {what}. Give the folder of a model saved by save_pretrained.")
+        raise ConfigError(
+            f"SftConfig.model: {folder} {what}. Give the folder of a model saved by save_pretrained, or --hub for a "
+            "name on the hub."
+        )
     safely: dict[str, Any] = {"local_files_only": not is_remote, "trust_remote_code": False}  # no code of a model runs
     try:
         # use_safetensors: a .bin file is a pickle
