@@ -3,10 +3,11 @@
 On CUDA GPT-2 124M eager, compiled and with CUDA graphs, and 774M compiled, bf16 autocast, fused AdamW, T=1024. On the
 CPU an MLP and a CNN that take about a millisecond a step, and a 10M-parameter GPT, with one thread. Each way has a
 model, an optimizer and, where it is guarded, a new Guard with everything on, its first snapshot included; the ways take
-turns of a few steps. On CUDA they share a process, one for each model, and a step's time is that between two events. On
-the CPU each has its own process, so that one can be `steadygrad run`, and the time of a step is the CPU time of
-that process: other programs on the machine change it little. `worst ten` is the slowest stretch of ten consecutive
-steps.
+turns. On CUDA they share a process, one for each model, and a step's time is that between two events. In a turn of 250
+steps the memory of a snapshot is pinned beside guarded steps, not beside the plain ones that follow: they begin when
+that is over. In turns of 50 it slows those as well. On the CPU each has its own process, so that one can be `steadygrad
+run`, and the time of a step is the CPU time of that process: other programs on the machine change it little. `worst
+ten` is the slowest stretch of ten consecutive steps.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """
@@ -24,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +40,8 @@ from steadygrad import Guard, GuardConfig, SnapshotConfig
 
 WARM_UP = 12
 """Unguarded steps before a Guard is made: compiling, autotuning and the optimizer's own state."""
-TURN = 50
+TURNS = {"cuda": 250, "cpu": 50}
+"""Steps of one way before the next one's."""
 POOL = 16
 """Different batches."""
 
@@ -93,7 +96,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "124M CUDA graphs B=4": Scenario(
             make_gpt("GPT-2 124M", 12, 1024), make_ids("GPT-2 124M", 4, 1024), "reduce-overhead"
         ),
-        "774M compiled B=4": Scenario(make_gpt("GPT-2 774M", 20, 1024), make_ids("GPT-2 774M", 4, 1024), "default"),
+        "774M compiled B=8": Scenario(make_gpt("GPT-2 774M", 20, 1024), make_ids("GPT-2 774M", 8, 1024), "default"),
     },
     "cpu": {
         "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64)),
@@ -134,6 +137,9 @@ class Way:
     def step(self, batch: Tensor) -> None:
         self.plain_step(batch)
 
+    def settle(self) -> None:
+        """After a turn: wait for what would disturb the next way."""
+
     def end(self) -> None:
         """After the last step."""
 
@@ -159,6 +165,11 @@ class Guarded(Way):
 
     def step(self, batch: Tensor) -> None:
         self.guard.step(self.loss, batch)
+
+    def settle(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "steadygrad-pin":
+                thread.join()
 
     def end(self) -> None:
         self.findings = [f.kind for f in self.guard.findings if f.severity.rank > 0]
@@ -216,9 +227,10 @@ def run_on_cuda(scenario: Scenario, steps: int, without: Sequence[str]) -> tuple
     for way in ways.values():
         way.optimizer.state.clear()  # a run begins without moments
         way.begin()
-    for count in list_turns(steps):
+    for count in list_turns(steps, TURNS["cuda"]):
         for way in ways.values():
             time_turn(way, count)
+            way.settle()
     found = {}
     for title, way in ways.items():
         way.end()
@@ -273,7 +285,7 @@ def run_on_cpu(scenario: str, steps: int, without: Sequence[str]) -> tuple[dict[
     """Return times, findings and memory of each way."""
     with tempfile.TemporaryDirectory() as folder:
         children = {title: Child(scenario, title, folder) for title in (*WAYS, RUN) if title not in without}
-        for count in list_turns(steps):
+        for count in list_turns(steps, TURNS["cpu"]):
             for child in children.values():
                 child.ask(str(count))
         return {title: child.end() for title, child in children.items()}, {}
@@ -301,9 +313,9 @@ def serve(scenario: Scenario, title: str) -> None:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-def list_turns(steps: int) -> list[int]:
+def list_turns(steps: int, turn: int) -> list[int]:
     """Split a number of steps into turns."""
-    return [TURN] * (steps // TURN) + ([steps % TURN] if steps % TURN else [])
+    return [turn] * (steps // turn) + ([steps % turn] if steps % turn else [])
 
 
 def run_scenario(name: str, device: str, steps: int, without: Sequence[str]) -> dict[str, Any]:
@@ -329,7 +341,9 @@ def run_scenario(name: str, device: str, steps: int, without: Sequence[str]) -> 
             f"worst ten {ten:8.3f} ({ten / base_ten:.2f})  {' '.join(told['findings'])}",
             flush=True,
         )
-    return {"steps": steps, "ways": rows, **({"memory": memory} if memory else {})}
+        slowest = sorted(range(len(times)), key=lambda i: -times[i])[:12]
+        print(f"    slowest: {' '.join(f'{i}:{times[i]:.1f}' for i in sorted(slowest))}", flush=True)
+    return {"steps": steps, "turn": TURNS[device], "ways": rows, **({"memory": memory} if memory else {})}
 
 
 def worst_ten(times: list[float]) -> list[float]:

@@ -2,11 +2,11 @@
 
 GPTs of different numbers of tensors under a Guard that looks every 20 steps, eager, bf16 autocast and fused AdamW on
 CUDA; a small one in fp32 on the CPU. A look is queued in one step and read in the next, so its cost is what those two
-steps take more than two ordinary ones. `host` waits for the device before each step, so that only the host's own work
-is left; `step` does not. The kernels that a look launches are counted by torch's profiler, in a step with a look and in
-one without.
+steps take more than two ordinary ones: the median over looks, beside the mean. `host` waits for the device before each
+step, so that only the host's own work is left; `step` does not. The kernels that a look launches are counted by torch's
+profiler, in a step with a look and in one without.
 
-    python benchmarks/looks.py [--device cuda|cpu] [--quick]
+    python benchmarks/looks.py [--device cuda|cpu] [--only NAME] [--quick]
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from steadygrad import Guard, GuardConfig, MeasureConfig, SnapshotConfig
 EVERY = 20
 """Steps from look to look."""
 MODELS = {
-    "cuda": {"GPT-2 124M": (12, 8, 1024), "43M, 1154 small tensors": (6, 8, 256)},
-    "cpu": {"10M": (8, 2, 128)},
+    "cuda": {"GPT-2 124M": (12, 8, 1024, 12), "43M, 1154 small tensors": (6, 8, 256, 3)},
+    "cpu": {"10M": (8, 2, 128, 6)},
 }
-"""Name of the shapes: heads, batch size, tokens."""
+"""Name of the shapes: heads, batch size, tokens, looks to time in each way."""
 
 
 class Training:
     """A guarded GPT, stepped and timed."""
 
     def __init__(self, name: str, device: str) -> None:
-        heads, size, tokens = MODELS[device][name]
+        heads, size, tokens, _ = MODELS[device][name]
         torch.manual_seed(0)
         self._device = device
         self._model = GPT(*SHAPES[name], heads=heads, context=tokens).to(device)
@@ -124,23 +124,31 @@ def compare(rounds: list[list[float]]) -> dict[str, Any]:
     """Return what each look took more than two ordinary steps, beside the ordinary step."""
     usual = statistics.median(time for times in rounds for time in times[2:])
     looks = [sum(times[:2]) - 2 * usual for times in rounds]
-    return {"usual_ms": usual, "looks_ms": looks, "mean_ms": statistics.fmean(looks), "worst_ms": max(looks)}
+    return {
+        "usual_ms": usual,
+        "looks_ms": looks,
+        "median_ms": statistics.median(looks),
+        "mean_ms": statistics.fmean(looks),
+        "worst_ms": max(looks),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--only", default="", help="models whose name has this in it")
     parser.add_argument("--quick", action="store_true", help="one look of each kind; nothing is written")
     args = parser.parse_args()
     print(describe_machine())
     table = {}
-    for name in MODELS[args.device]:
-        found = table[name] = measure(name, args.device, 1 if args.quick else 6)
+    for name in (one for one in MODELS[args.device] if args.only in one):
+        found = table[name] = measure(name, args.device, 1 if args.quick else MODELS[args.device][name][-1])
         host, step, launches = found["host"], found["step"], found["launches"]
         print(
-            f"{name}, {found['num_tensors']} tensors: host {host['mean_ms']:+.2f} ms (worst {host['worst_ms']:+.2f}, "
-            f"ordinary step {host['usual_ms']:.2f}); step {step['mean_ms']:+.2f} ms (worst {step['worst_ms']:+.2f}, "
-            f"ordinary {step['usual_ms']:.2f}); kernels and copies {launches}",
+            f"{name}, {found['num_tensors']} tensors: host {host['median_ms']:+.2f} ms (mean {host['mean_ms']:+.2f}, "
+            f"worst {host['worst_ms']:+.2f}, ordinary step {host['usual_ms']:.2f}); step {step['median_ms']:+.2f} ms "
+            f"(mean {step['mean_ms']:+.2f}, worst {step['worst_ms']:+.2f}, ordinary {step['usual_ms']:.2f}); "
+            f"kernels and copies {launches}",
             flush=True,
         )
     print("\nwritten:", write_results(f"looks_{args.device}", table, quick=args.quick))

@@ -380,6 +380,22 @@ def show_losses(losses: list[float | None]) -> str:
     return f"{statistics.median(known):.4f}{spread}{halted}"
 
 
+def render_looks(results: Results) -> str:
+    """What the two steps of a look take more than two others."""
+    rows = [
+        [
+            f"{name}, {found['num_tensors']} tensors",
+            *(
+                f"{one['median_ms']:+.2f} (mean {one['mean_ms']:+.2f}) beside {one['usual_ms']:.1f}"
+                for one in (found["host"], found["step"])
+            ),
+            str(found["launches"]["with"] - found["launches"]["without"]) if found["launches"] else "-",
+        ]
+        for name, found in results.items()
+    ]
+    return render_table(["", "host, ms", "step, ms", "kernels and copies of a look"], rows)
+
+
 def render_recipes(results: Results) -> str:
     rows = [
         [name if way == "eager" else f"{name}, {way}", *show_recipe(found)]
@@ -403,6 +419,7 @@ def show_recipe(found: Results) -> list[str]:
 Render = Callable[[Results], str]
 SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "A whole run": ("long_run.py", {f"long_run_{device}": render_long_run for device in ("cuda", "cpu")}),
+    "What a look costs": ("looks.py", {f"looks_{device}": render_looks for device in ("cuda", "cpu")}),
     "A whole training step": (
         "whole_step.py",
         {f"whole_step_{device}": lambda r, d=device: render_whole_step(r, d) for device in ("cuda", "cpu")},

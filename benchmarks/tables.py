@@ -98,8 +98,9 @@ def summarise_long_run(results: Results) -> list[Row]:
 
 
 def _show_means(results: Results, way: str, *, on_cpu: bool) -> str:
-    means = [one["ways"][way] for one in results.values()]
-    return ", ".join(f"{one['more_ms']:+.2f} ms" if on_cpu else f"{one['mean_ratio']:.2f}x" for one in means)
+    means = [one["ways"].get(way) for one in results.values()]  # a way may have been left out
+    shown = ((f"{one['more_ms']:+.2f} ms" if on_cpu else f"{one['mean_ratio']:.2f}x") if one else "-" for one in means)
+    return ", ".join(shown)
 
 
 def render_long_run(results: Results) -> str:
@@ -118,7 +119,11 @@ def render_long_run(results: Results) -> str:
             for way, found in one["ways"].items()
         ]
         header = ["", "mean", "median", "worst ten in a row", *(["host memory, peak"] if has_memory else [])]
-        parts.append(f"**{name}**, {one['steps']} steps: milliseconds a step\n\n{render_table(header, rows)}")
+        steps = f"{one['steps']} steps in turns of {one['turn']}"
+        parts.append(f"**{name}**, {steps}: milliseconds a step\n\n{render_table(header, rows)}")
+        if "memory" in one:
+            host, device = (one["memory"][f"{where}_peak_bytes"] / 2**30 for where in ("host", "device"))
+            parts.append(f"Peak memory of all ways together: {host:.1f} GiB on the host, {device:.1f} on the device.")
     return "\n\n".join(parts)
 
 
