@@ -69,7 +69,7 @@ class QuickLists:
         """Like `Adam._init_group`: fill the lists and return whether any parameter is complex."""
         params = group["params"]
         gradients = list(map(_gradient, params))
-        states = self._find_states(group)
+        states = self.find_states(group)
         # all(states): an empty state, of a parameter that has not stepped yet, is false.
         plain = group["fused"] and not group["amsgrad"] and not group["differentiable"] and all(states)
         if not plain or not all(map(_is_not, gradients, _NOTHING)) or any(map(_is_sparse, gradients)):
@@ -82,7 +82,7 @@ class QuickLists:
         state_steps.extend(map(_step, states))
         return any(map(torch.is_complex, params))
 
-    def _find_states(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+    def find_states(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the state of each parameter of `group`, empty where there is none yet."""
         state, params = self._optimizer.state, group["params"]
         # By identity: load_state_dict, pruning and new parameters put other dicts in their place.

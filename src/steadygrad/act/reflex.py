@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.act.adam_lists import QuickLists, can_gather_quickly
+from steadygrad.act.host_adam import HostAdam, can_step_on_host
 from steadygrad.clip import Clipper
 from steadygrad.clip.edit import multiply, scale_gradients
 from steadygrad.measure import Measurement
@@ -40,6 +41,7 @@ class Reflex:
         self.fused = all(is_fused(optimizer) for optimizer in self._optimizers)
         self.expects_clipping = False
         self._lists = {id(o): QuickLists(o) for o in self._optimizers if can_gather_quickly(o)}
+        self._on_host = [HostAdam(o) if can_step_on_host(o) else None for o in self._optimizers]
         self._folds_exactly = not any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
 
     def hint(self) -> None:
@@ -119,8 +121,8 @@ class Reflex:
             factor = 1.0
         if factor != 1.0:  # saves a pass over the gradients
             multiply(m.gradients, factor)
-        for optimizer in self._optimizers:
-            optimizer.step()
+        for optimizer, quick in zip(self._optimizers, self._on_host):
+            (quick or optimizer).step()
 
     def skip_on_host(self) -> None:
         """Skip a step known to be bad: leave the optimizers alone, but keep schedulers from warning about it."""

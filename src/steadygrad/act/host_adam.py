@@ -1,0 +1,195 @@
+"""Make the step of torch's own Adam or AdamW on the CPU with fewer calls: the same arithmetic, to the bit.
+
+torch updates one parameter after another, by nine calls each. `HostAdam` makes each call once, for the list of all
+parameters. The order of operations is the same for each element, so the bits are too; but another torch may compute
+Adam in another way. So nothing is taken on trust: the first step is torch's own, the same step is made on copies, and
+only if all weights, moments and counters agree to the bit does `HostAdam` make the next ones. It starts again where
+other memory holds the weights. Everything but the plain case (hooks on the step, a profiler, AMSGrad, a missing
+gradient, parameters that have made different numbers of steps) is left to torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim import optimizer as torchs
+
+from steadygrad.act.adam_lists import QuickLists
+
+MAX_ELEMENTS = 1 << 20
+"""Of all parameters together. Beyond, the calls cost little, and one parameter after another is kinder to caches."""
+MAX_PROOFS = 8
+"""So many times a step is made twice to compare: memory that moves more often is not worth it."""
+MAX_COUNT = float(1 << 24)
+"""Where float32 stops counting by one."""
+_FOLDER = Path(torch.__file__).parent
+_gradient, _is_on_host = operator.attrgetter("grad"), operator.attrgetter("is_cpu")
+_dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
+_first, _second, _count = (operator.itemgetter(name) for name in ("exp_avg", "exp_avg_sq", "step"))
+
+
+@dataclass(slots=True)
+class _Lists:
+    """What the step of one group reads and writes, and its settings."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    gradients: list[Tensor]
+    averages: list[Tensor]
+    squares: list[Tensor]
+    counters: list[Tensor]
+    count: float
+    """Number of steps made, this one included."""
+
+    @property
+    def written(self) -> list[Tensor]:
+        """All tensors that the step changes."""
+        return [*self.params, *self.averages, *self.squares, *self.counters]
+
+    def copy(self) -> _Lists:
+        """Return the same with copies of all that is written."""
+        params, averages, squares, counters = (
+            [tensor.detach().clone() for tensor in tensors]
+            for tensors in (self.params, self.averages, self.squares, self.counters)
+        )
+        return _Lists(self.group, params, self.gradients, averages, squares, counters, self.count)
+
+
+class HostAdam:
+    """Makes the steps of one optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._lists = optimizer, QuickLists(optimizer)
+        self._class_step, self._is_torchs = type(optimizer).step, _is_torchs_own(type(optimizer).step)
+        self._proven: list[int] | None = None
+        """Addresses of the weights for which a step was compared with torch's."""
+        self._num_proofs = 0
+
+    def step(self) -> None:
+        """Make the optimizer's step."""
+        lists = self._collect() if self._is_plain() else None
+        addresses = None if lists is None else [p.data_ptr() for one in lists for p in one.params]
+        if lists is not None and addresses == self._proven:
+            if "step" in vars(self._optimizer):
+                self._optimizer._opt_called = True  # as the scheduler's wrapper of step() does
+            for one in lists:
+                _update(one)
+        elif lists is not None and self._num_proofs < MAX_PROOFS:
+            self._proven = addresses if self._prove(lists) else None
+        else:
+            self._optimizer.step()
+
+    def _prove(self, lists: Sequence[_Lists]) -> bool:
+        """Make torch's own step; return whether ours gives the same bits."""
+        self._num_proofs += 1
+        copies = [one.copy() for one in lists]
+        self._optimizer.step()
+        for one in copies:
+            _update(one)
+        pairs = ((a, b) for one, copy in zip(lists, copies) for a, b in zip(one.written, copy.written))
+        return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs)
+
+    def _is_plain(self) -> bool:
+        """Whether calling `optimizer.step` would run torch's Adam and nothing else."""
+        optimizer = self._optimizer
+        if not self._is_torchs or type(optimizer).step is not self._class_step:
+            return False
+        own = vars(optimizer)
+        if "_init_group" in own or ("step" in own and not _is_schedulers(own["step"], self._class_step)):
+            return False
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return False
+        if torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks:
+            return False
+        return not torch._C._autograd._profiler_enabled()
+
+    def _collect(self) -> list[_Lists] | None:
+        """Return the lists of each group; None where one of them is not the plain case."""
+        found, num_elements = [], 0
+        for group in self._optimizer.param_groups:
+            lists = self._collect_group(group)
+            if lists is None:
+                return None
+            num_elements += sum(map(Tensor.numel, lists.params))
+            found.append(lists)
+        return found if num_elements <= MAX_ELEMENTS else None
+
+    def _collect_group(self, group: dict[str, Any]) -> _Lists | None:
+        params = group["params"]
+        states = self._lists.find_states(group)
+        if not params or not all(states) or not _is_ordinary(group):
+            return None
+        gradients = list(map(_gradient, params))
+        # A missing gradient is no Tensor either
+        if set(map(type, gradients)) != {Tensor} or not set(map(type, params)) <= {nn.Parameter, Tensor}:
+            return None
+        if set(map(_layout, gradients)) != {torch.strided} or not all(map(_is_on_host, params)):
+            return None
+        if {*map(_dtype, params), *map(_dtype, gradients)} != {torch.float32}:
+            return None
+        counters = list(map(_count, states))
+        counts = set(map(Tensor.item, counters))
+        if len(counts) != 1 or (count := counts.pop()) >= MAX_COUNT:
+            return None
+        averages, squares = list(map(_first, states)), list(map(_second, states))
+        return _Lists(group, params, gradients, averages, squares, counters, count + 1.0)
+
+
+def can_step_on_host(optimizer: Any) -> bool:
+    """Whether this is an optimizer that `HostAdam` knows."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _is_ordinary(group: dict[str, Any]) -> bool:
+    """Whether the settings of a group are plain numbers, and ask for nothing but the moments and weight decay."""
+    if group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"] or group["fused"]:
+        return False
+    return type(group["lr"]) is float and {*map(type, group["betas"])} == {float}
+
+
+def _update(lists: _Lists) -> None:
+    """The update of Adam, each operation for all parameters at once."""
+    group, params, gradients, averages, squares = (
+        lists.group, lists.params, lists.gradients, lists.averages, lists.squares,
+    )  # fmt: skip
+    (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+    was_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # quicker than no_grad()
+    try:
+        torch._foreach_add_(lists.counters, 1)
+        if decay != 0 and group["decoupled_weight_decay"]:
+            torch._foreach_mul_(params, 1 - rate * decay)
+        elif decay != 0:
+            gradients = list(torch._foreach_add(gradients, params, alpha=decay))
+        torch._foreach_lerp_(averages, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        divisors = torch._foreach_sqrt(squares)
+        torch._foreach_div_(divisors, (1 - beta2**lists.count) ** 0.5)
+        torch._foreach_add_(divisors, group["eps"])
+        torch._foreach_addcdiv_(params, averages, divisors, -(rate / (1 - beta1**lists.count)))
+    finally:
+        torch._C._set_grad_enabled(was_enabled)
+
+
+def _is_torchs_own(step: Any) -> bool:
+    """Whether a function and all that it wraps are defined by torch."""
+    while step is not None:
+        if not Path(step.__code__.co_filename).is_relative_to(_FOLDER):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
+
+
+def _is_schedulers(step: Any, wrapped: Any) -> bool:
+    """Whether this is the `step` that a learning-rate scheduler leaves at its optimizer, around `wrapped`."""
+    code = getattr(step, "__code__", None)
+    is_own = code is not None and code.co_filename == lr_scheduler.__file__
+    return is_own and getattr(step, "__wrapped__", None) is wrapped
