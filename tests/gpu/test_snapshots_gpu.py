@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -230,6 +232,30 @@ def test_memory_is_pinned_beside_a_cuda_graph_that_is_being_recorded() -> None:
     torch.testing.assert_close(y, x @ x)
     hosts = memory.make_room([Source(torch.empty(8 << 20, dtype=torch.uint8), late=False)] * 4)
     assert all(host.is_pinned() for host in hosts)
+
+
+PROGRAM_ON_DEVICE_1 = """
+import torch
+from steadygrad.act.pinned_memory import PinnedMemory
+
+weight = torch.ones(1 << 20, device="cuda:1")
+for slowly in (False, True):
+    memory = PinnedMemory(pinned=True)
+    memory.prepare([64 << 20] * 4, slowly=slowly)
+    memory._finish()
+    assert len(memory._blocks) == 4
+    memory._blocks[0][: 4 << 20].copy_(weight.view(torch.uint8), non_blocking=True)
+    torch.cuda.synchronize(1)
+    del memory
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0), "a context on a device that this process does not use"
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_pinning_touches_no_device_but_that_of_the_training() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM_ON_DEVICE_1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_was_prepared_is_what_a_snapshot_uses() -> None:

@@ -32,6 +32,8 @@ PACE = 3.0
 """Pause after each block that a thread pins or allocates, as a multiple of the time it took, in which launches wait."""
 NUM_THREADS = 4
 """Threads that pin while nothing is disturbed: most of the time goes into touching pages, which they do in parallel."""
+PORTABLE = 1
+"""CUDA's cudaHostRegisterPortable: pinned for every device, whichever of them the registering thread is on."""
 PAGE = 2 << 20
 """Bytes of a huge page, used where the system has them: they are touched and registered twice as fast."""
 
@@ -222,7 +224,9 @@ def pin(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:
     block = torch.frombuffer(pages, dtype=torch.uint8)
     block[:: mmap.PAGESIZE].fill_(0)  # otherwise CUDA touches them one by one and blocks every launch meanwhile
     cudart = torch.cuda.cudart()
-    if int(cudart.cudaHostRegister(block.data_ptr(), size, 0)) != 0:
+    with torch.cuda.device(find_used_device()):
+        failure = int(cudart.cudaHostRegister(block.data_ptr(), size, PORTABLE))
+    if failure:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     # The finalizer holds `pages`, so that they stay mapped while registered with CUDA; at exit the process frees all.
     unregister, address = cudart.cudaHostUnregister, block.data_ptr()
@@ -237,8 +241,21 @@ def _unpin(
     # Unlike memory of torch's own allocator, these pages would be unmapped under a copy that is still running.
     for event in events:
         event.synchronize()
-    unregister(address)
+    with torch.cuda.device(find_used_device()):  # the last reference may go on any thread
+        unregister(address)
     del pages
+
+
+def find_used_device() -> int:
+    """Return a CUDA device on which this process has a context; -1, torch's word for no choice, if there is none.
+
+    Each new thread begins on device 0. A call of CUDA's there would create a context on it, half a gigabyte, in every
+    process that trains on another device: with eight ranks, seven on the device of rank 0.
+    """
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has_context is None:
+        return -1
+    return next((i for i in range(torch.cuda.device_count()) if has_context(i)), -1)
 
 
 def _relax_capture() -> bool:
