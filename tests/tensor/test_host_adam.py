@@ -59,7 +59,7 @@ class Pair:
         for model in self.models:
             fill_gradients(model, step)
         self.optimizers[0].step()
-        self.quick.step()
+        self.quick.step(self.optimizers[1].step)
 
     def assert_equal(self) -> None:
         ours, expected = (list_state(m, o) for m, o in zip(self.models, self.optimizers, strict=True))
@@ -129,7 +129,7 @@ def test_a_missing_gradient_and_different_counts_are_left_to_torch(torchs_calls:
         next(model.parameters()).grad = None
     del torchs_calls[:]
     pair.optimizers[0].step()
-    pair.quick.step()
+    pair.quick.step(pair.optimizers[1].step)
     assert len(torchs_calls) == 2
     for step in range(5, 8):  # one parameter has now made a step less
         pair.step(step)
@@ -184,6 +184,23 @@ def test_a_large_model_is_left_to_torch(torchs_calls: list[int]) -> None:
     for step in range(4):
         pair.step(step)
     assert len(torchs_calls) == 8
+
+
+def test_a_state_that_cannot_be_read_is_left_to_torch(torchs_calls: list[int]) -> None:
+    pair = Pair(lambda model: torch.optim.AdamW(model.parameters()))
+    for step in range(3):
+        pair.step(step)
+    for optimizer in pair.optimizers:
+        for state in optimizer.state.values():
+            state["step"] = int(state["step"])
+    del torchs_calls[:]
+    for model in pair.models:
+        fill_gradients(model, 3)
+    with pytest.raises(RuntimeError, match="singleton tensors"):  # torch's own error
+        pair.optimizers[0].step()
+    with pytest.raises(RuntimeError, match="singleton tensors"):
+        pair.quick.step(pair.optimizers[1].step)
+    assert len(torchs_calls) == 2
 
 
 # --- what a program hangs on its optimizer ----------------------------------------------------------------------------
@@ -251,7 +268,7 @@ def test_a_schedulers_step_is_not_in_the_way_and_does_not_warn(torchs_calls: lis
         warnings.simplefilter("error")
         for step in range(6):
             fill_gradients(model, step)
-            quick.step()
+            quick.step(optimizer.step)
             scheduler.step()
             rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.1, 0.01, 0.01, 0.001, 0.001, 0.0001])

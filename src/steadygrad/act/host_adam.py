@@ -11,7 +11,7 @@ gradient, parameters that have made different numbers of steps) is left to torch
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,18 @@ class _Lists:
 class HostAdam:
     """Makes the steps of one optimizer."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, own: Callable[..., Any] | None = None) -> None:
+        """`own`: the step of the optimizer's class, where something that calls it stands in its place."""
         self._optimizer, self._lists = optimizer, QuickLists(optimizer)
-        self._class_step, self._is_torchs = type(optimizer).step, _is_torchs_own(type(optimizer).step)
+        self._class_step = type(optimizer).step
+        self._is_torchs = _is_torchs_own(self._class_step if own is None else own)
         self._proven: list[int] | None = None
         """Addresses of the weights for which a step was compared with torch's."""
         self._num_proofs = 0
 
-    def step(self) -> None:
-        """Make the optimizer's step."""
-        lists = self._collect() if self._is_plain() else None
+    def step(self, make: Callable[[], Any]) -> None:
+        """Make the optimizer's step; `make` is torch's own way to do so."""
+        lists = self._find_lists()
         addresses = None if lists is None else [p.data_ptr() for one in lists for p in one.params]
         if lists is not None and addresses == self._proven:
             if "step" in vars(self._optimizer):
@@ -82,19 +84,26 @@ class HostAdam:
             for one in lists:
                 _update(one)
         elif lists is not None and self._num_proofs < MAX_PROOFS:
-            self._proven = addresses if self._prove(lists) else None
+            self._proven = addresses if self._prove(lists, make) else None
         else:
-            self._optimizer.step()
+            make()
 
-    def _prove(self, lists: Sequence[_Lists]) -> bool:
+    def _prove(self, lists: Sequence[_Lists], make: Callable[[], Any]) -> bool:
         """Make torch's own step; return whether ours gives the same bits."""
         self._num_proofs += 1
         copies = [one.copy() for one in lists]
-        self._optimizer.step()
+        make()
         for one in copies:
             _update(one)
         pairs = ((a, b) for one, copy in zip(lists, copies) for a, b in zip(one.written, copy.written))
         return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs)
+
+    def _find_lists(self) -> list[_Lists] | None:
+        try:
+            return self._collect() if self._is_plain() else None
+        except Exception:  # a state that is not as torch makes it; nothing was changed, and torch may know what to do
+            self._is_torchs = False
+            return None
 
     def _is_plain(self) -> bool:
         """Whether calling `optimizer.step` would run torch's Adam and nothing else."""
@@ -108,7 +117,9 @@ class HostAdam:
             return False
         if torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks:
             return False
-        return not torch._C._autograd._profiler_enabled()
+        # A mode of the program's, or of a diagnosis, sees each call.
+        has_mode = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+        return not has_mode and not torch._C._autograd._profiler_enabled()
 
     def _collect(self) -> list[_Lists] | None:
         """Return the lists of each group; None where one of them is not the plain case."""

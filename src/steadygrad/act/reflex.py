@@ -122,7 +122,7 @@ class Reflex:
         if factor != 1.0:  # saves a pass over the gradients
             multiply(m.gradients, factor)
         for optimizer, quick in zip(self._optimizers, self._on_host):
-            (quick or optimizer).step()
+            optimizer.step() if quick is None else quick.step(optimizer.step)
 
     def skip_on_host(self) -> None:
         """Skip a step known to be bad: leave the optimizers alone, but keep schedulers from warning about it."""

@@ -311,7 +311,7 @@ class Session:
             watch = self._known.get(optimizer)
         return watch
 
-    def _step(self, watch: Watch, make: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _step(self, watch: Watch, make: functools.partial[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if callable(kwargs.get("closure", args[0] if args else None)):
             from steadygrad.adapters.scripts.closures import step_with_closure
 
@@ -325,7 +325,7 @@ class Session:
             )
         # None where measuring failed: the step is then taken, as without us.
         bad = bool(self._ours(watch.measure, self._look_around(optimizer)))
-        result = None if bad else make(*args, **kwargs)
+        result = None if bad else watch.make_step(make, args, kwargs)
         self._ours(watch.conclude, skipped=bad)
         return result
 
