@@ -25,13 +25,13 @@ from steadygrad.act.host_adam import HostAdam, can_step_on_host
 from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
-from steadygrad.adapters.scripts.callers import Callers
 from steadygrad.adapters.scripts.forward_scans import ForwardScans
 from steadygrad.adapters.scripts.losses import Loss
 from steadygrad.adapters.scripts.messages import Voice
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
 from steadygrad.adapters.scripts.record import Record
+from steadygrad.adapters.scripts.step_diagnosis import StepDiagnosis
 from steadygrad.adapters.scripts.together import Together
 from steadygrad.adapters.scripts.trained import (
     describe_unreached,
@@ -43,34 +43,20 @@ from steadygrad.adapters.scripts.unproven import Unproven
 from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.rank_agreement import describe_wait
-from steadygrad.diagnose.capture import Capture
-from steadygrad.diagnose.investigator import MOST_CAPTURES, Investigator
-from steadygrad.diagnose.live import LiveTrace
 from steadygrad.diagnose.step_arguments import name_inputs
-from steadygrad.diagnose.unrepeated import OUTSIDE
 from steadygrad.facts import Action, Cause, Reading
 from steadygrad.judgement import Judgement
-from steadygrad.judgement.raised import describe_raised, is_explained_by, make_unfinished
+from steadygrad.judgement.raised import describe_raised
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
-from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.rank_waits import RankWaits, call_weakly, watch_ranks
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 
-LIVE_STEPS = 32
-"""Steps that are watched op by op after a bad one whose replay explained nothing; each takes several times as long."""
-LIVE_CAUSES = 3
-"""Causes found in this way after which no further step is watched."""
 FIRST_STEPS = 3
 """Steps without any gradient after which an optimizer is reported."""
 NEVER = -(1 << 60)
 OTHER_RANK = "another rank found values that are not finite (the step was skipped on all ranks)"
-NO_LOSS = "the code that computes the loss could not be run again."
-WATCHES_ON = (
-    "The model's forward is healthy when it is replayed, so the cause is in the loss or around it. The next steps "
-    "are watched op by op, slowly: if one of them is bad, its line is named."
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +121,6 @@ class Watch:
         )
         # While observing nothing is restored, so an empty module spares the copies.
         self._buffers = BufferKeeper(nn.Module() if self._observe else self.owner)
-        settings = self._config.diagnose
-        self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=options.run_dir)
-        self._investigator.close()  # its own hook would end up in what the script saves; `begin` reports calls to it
         self._judgement: Judgement | None = None
         self._transfer = Transfer()
         self._step = 0
@@ -147,15 +130,13 @@ class Watch:
         self._reading: Reading | None = None
         self._signature: list[int] = []
         self._together = Together(str(number), optimizer, report=voice.say_loudly)
+        self._diagnosis = StepDiagnosis(
+            self._config.diagnose, self.owner, optimizer,
+            buffers=self._buffers, together=self._together, run_dir=options.run_dir,
+        )  # fmt: skip
         self._began_on: tuple[int, ...] = ()
         self._forward_scans: ForwardScans | None = None
         self._num_without_gradients = 0
-        self._callers = Callers()
-        self._losses: list[Capture] = []
-        self._live: LiveTrace | None = None
-        self._num_live_steps = 0
-        """Steps that are still to be watched while they run, after a failure without a cause."""
-        self._num_live_causes = 0
         self._record: Record | None = None
         self._host_adam: HostAdam | None = None
         self._waits: RankWaits | None = None
@@ -178,11 +159,7 @@ class Watch:
         self._looks.batch = (args, kwargs)
         if self._forward_scans is not None:
             self._forward_scans.begin(self._step, self._looks, args, kwargs)
-        if self._config.diagnose.enabled:
-            self._investigator.hear(module, args, kwargs)
-            if self._investigator.newest is not None:
-                self._callers.note_call(self._investigator.newest)
-            self._begin_live_trace()
+        self._diagnosis.note_call(module, args, kwargs)
 
     def note_backward(self, loss: Tensor) -> None:
         """Called when the script calls backward, in the script's own stack."""
@@ -191,9 +168,7 @@ class Watch:
             self._program.before_backward(self._step, loss)
         if self._forward_scans is not None:
             self._forward_scans.note_loss(loss)
-        capture = self._callers.note_backward(self.owner)
-        if capture is not None:
-            self._losses = [*self._losses[-MOST_CAPTURES + 1 :], capture]
+        self._diagnosis.note_backward()
 
     def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when the model, or a part of it, is called for anything."""
@@ -218,8 +193,7 @@ class Watch:
     def measure(self, around: Circumstances) -> bool:
         """Measure the gradients as the optimizer will get them; return whether the step must be skipped."""
         # Before our own ops below: the mode would trace them too.
-        if self._live is not None:
-            self._live.stop()
+        self._diagnosis.pause_live()
         if self._forward_scans is not None:
             # Before `_prepare`, which replaces the scans when parameters were added: an open mode would never be left.
             self._forward_scans.read(self._step, self._looks)
@@ -249,7 +223,13 @@ class Watch:
         if leave_out and not _is_search(reading):
             self._buffers.restore()
         if is_nonfinite and not _is_search(reading):
-            self._cause = self._diagnose(reading, around)
+            self._cause = self._diagnosis.find_cause(
+                reading,
+                self._named,
+                loss=around.losses[-1].value if around.losses else None,
+                has_many_ranks=around.has_many_ranks,
+                began_on=self._began_on,
+            )
         return leave_out
 
     def _note_no_gradients(self, around: Circumstances) -> None:
@@ -272,18 +252,13 @@ class Watch:
         calls_no_module = not self._has_begun
         self._end_step(skipped=skipped)
         if calls_no_module:  # the next step begins here
-            self._begin_live_trace()
+            self._diagnosis.watch_live()
 
     def _end_step(self, *, skipped: bool) -> None:
         reading, self._reading, self._clipped, self._has_begun = self._reading, None, None, False
         # Dropped with `looks`: the batch, which must not live into the next step's forward.
         looks, cause, self._looks, self._cause = self._looks, self._cause, Looks(), None
-        self._investigator.take()  # release the batches
-        self._callers.forget()
-        self._losses = []
-        # Kept where the script has its own mode open: ours cannot be left before that one.
-        if self._live is not None and self._live.stop():
-            self._live = None
+        self._diagnosis.end_step()
         if reading is None:
             self._step += 1  # without gradients; other ranks may have had some, and count it
             return
@@ -333,60 +308,13 @@ class Watch:
             clip_coefficient=clipped.coefficient,
         )
 
-    def _diagnose(self, reading: Reading, around: Circumstances) -> Cause | None:
-        """Diagnose before the step is taken: while observing, this is the last moment with good weights."""
-        if not self._config.diagnose.enabled:
-            return None
-        cause = self._find_live_cause(reading, around)
-        # A live trace has seen the step itself; a replay costs several steps, so it comes second.
-        if cause is None and self._investigator.claim(reading, ()):
-            with self._buffers.unchanged():
-                cause = self._replay(reading)
-        is_known = cause is not None and cause.phase != "unknown"
-        self._num_live_steps = 0 if is_known or self._num_live_causes >= LIVE_CAUSES else LIVE_STEPS
-        return cause
-
-    def _replay(self, reading: Reading) -> Cause | None:
-        """Replay the loss as the script computes it; where that explains nothing, the model's forward alone."""
-        calls = self._investigator.take()
-        # With shards, all ranks enter each replay at once: the cause is the same on each, so they take the same branch.
-        cause = self._replay_once(self._losses, reading)
-        if cause is None or cause.phase == "unknown" or cause.kind == "error":
-            cause = self._replay_once(calls, reading)
-        return None if cause is None or cause.kind == "error" else _word_for_script(cause)
-
     def explain(self, error: BaseException) -> None:
         """Report an error that has ended the script in this step, if a replay of its calls finds a bad number."""
-        if self._judgement is None or not self._has_begun or not self._investigator.claim_error(self._step):
+        if self._judgement is None or not self._has_begun:
             return
-        with self._buffers.unchanged():
-            cause = self._investigator.investigate(self._investigator.take(), make_unfinished(self._step), ())
-        if cause is not None and is_explained_by(cause):
-            self._judgement.note(describe_raised(error, self._step), _word_for_script(cause))
-
-    def _replay_once(self, captures: Sequence[Capture], reading: Reading) -> Cause | None:
-        if self._together.shares_numbers:
-            return self._together.replay(self._investigator, captures, reading, self._began_on)
-        return self._investigator.investigate(captures, reading, ())
-
-    def _begin_live_trace(self) -> None:
-        """Watch this step while it runs, if the last bad one had no cause; not ops on shards, which talk to ranks."""
-        if self._num_live_steps and self._live is None and self._together.ranks is None and may_enter(self.owner):
-            self._num_live_steps -= 1
-            self._live = LiveTrace(self.owner)
-            self._live.start()
-
-    def _find_live_cause(self, reading: Reading, around: Circumstances) -> Cause | None:
-        if self._live is None or self._live.is_running:
-            return None
-        bad = set(reading.gradients.nonfinite())
-        gradients = {name: p.grad for name, p in self._named if name in bad and p.grad is not None}
-        loss = around.losses[-1].value if around.losses else None
-        cause = self._live.find_cause(loss, gradients, self._investigator.newest)
-        if cause is None or (around.has_many_ranks and (cause.file is None or cause.phase == "input")):
-            return None  # with several ranks, a gradient may come bad from another one
-        self._num_live_causes += 1
-        return dataclasses.replace(cause, step=reading.step)
+        cause = self._diagnosis.explain_raised(self._step)
+        if cause is not None:
+            self._judgement.note(describe_raised(error, self._step), cause)
 
     # --- around the steps -------------------------------------------------------------------------------------------
 
@@ -399,7 +327,7 @@ class Watch:
             return
         self._signature = signature
         if not {id(p) for p in parameters} <= {id(p) for p in self.owner.parameters()}:
-            self.owner = find_owner(parameters)
+            self.owner = self._diagnosis.owner = find_owner(parameters)
         names = {id(p): name for name, p in self.owner.named_parameters()}
         named = tuple((names[id(p)], p) for p in parameters)
         trained = name_trained(self.owner, self.optimizer, named, beside=self._list_optimizers())
@@ -427,7 +355,7 @@ class Watch:
         record = self._record = Record(self.voice, observe=self._observe, started_in=self._started_in)
         record.open(folder, self._config, names)
         if record.folder is not None:
-            self._investigator.use_folder(record.folder)
+            self._diagnosis.use_folder(record.folder)
         record.report_start(list_parameters(self.optimizer), self.owner)
         judgement = Judgement(
             self._config,
@@ -464,11 +392,3 @@ def _add_up(around: Circumstances) -> Tensor | None:
     values = [(loss.value.to(device).float(), loss.is_scaled) for loss in around.losses]
     # On the device, without a host read; float32, since the sum of fp16 losses may overflow where they do not.
     return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()
-
-
-def _word_for_script(cause: Cause) -> Cause:
-    """Rephrase the cause for a script; omit lines that belong to the replay and not to the model."""
-    note = cause.note.replace("give guard.step the function, not its loss.", NO_LOSS).replace(OUTSIDE, WATCHES_ON)
-    if cause.file is not None and Path(cause.file).name == "contextlib.py":
-        cause = dataclasses.replace(cause, file=None, line=None, source=None, caller=None)
-    return dataclasses.replace(cause, note=note)
