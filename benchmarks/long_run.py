@@ -6,8 +6,9 @@ model, an optimizer and, where it is guarded, a new Guard with everything on, it
 turns. On CUDA they share a process, one for each model, and a step's time is that between two events. In a turn of 250
 steps the memory of a snapshot is pinned beside guarded steps, not beside the plain ones that follow: they begin when
 that is over. In turns of 50 it slows those as well. On the CPU each has its own process, so that one can be `steadygrad
-run`, and the time of a step is the CPU time of that process: other programs on the machine change it little. `worst
-ten` is the slowest stretch of ten consecutive steps.
+run`, and the time of a step is the CPU time of that process: other programs on the machine change it little. A turn
+there begins with the cold caches that the process before it left, so the turns are not a divisor of the hundred steps
+from look to look: no real run is cold whenever it looks. `worst ten` is the slowest stretch of ten consecutive steps.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """
@@ -40,7 +41,7 @@ from steadygrad import Guard, GuardConfig, SnapshotConfig
 
 WARM_UP = 12
 """Unguarded steps before a Guard is made: compiling, autotuning and the optimizer's own state."""
-TURNS = {"cuda": 250, "cpu": 50}
+TURNS = {"cuda": 250, "cpu": 70}
 """Steps of one way before the next one's."""
 POOL = 16
 """Different batches."""

@@ -21,7 +21,19 @@ def slope_of_norm(result: torch.Tensor, names: Names) -> torch.Tensor:
     return g
 
 
+def as_scale(result: torch.Tensor, names: Names) -> torch.Tensor:
+    return names["y"] / (result + 1e-6)
+
+
 CURES = {
+    "scale_of_zeros": Cure(
+        broken="torch.sqrt(x)",
+        sick={"y": torch.tensor([[0.0, 0, 0], [1, 2, 3]])},
+        healthy={"y": torch.tensor([[2.0, 0, 0], [1, 2, 3]])},
+        learned=("y",),
+        derive=lambda names: {"x": names["y"].square().mean(-1, keepdim=True)},
+        apply=as_scale,
+    ),
     "sqrt_at_zero": Cure(
         broken="torch.sqrt(x)",
         also=(
