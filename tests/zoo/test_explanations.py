@@ -123,6 +123,12 @@ UNSEEN = {
     "exploding_signal": Situation(op="", phase="forward", kind="exploding"),
     "vanishing_signal": Situation(op="", phase="backward", kind="vanishing"),
     "dead_units": Situation(op="", phase="forward", kind="dead"),
+    "log_variance_overflow": Situation(
+        op="aten.exp",
+        phase="forward",
+        kind="inf",
+        operands=(Operand(name="self", source="0.5 * logvar", dtype="float32", shape=(2,)),),
+    ),
 }
 """What `diagnose` cannot be shown, as the situations that the entries are about."""
 
@@ -183,6 +189,20 @@ def ask_optimizer(cure: Cure, broken: str) -> Cause | None:
 
 def test_every_entry_that_diagnose_cannot_be_shown_is_asked_for_by_hand() -> None:
     assert set(UNSEEN) == {name for name, cure in CURES.items() if cure.unseen}
+
+
+def test_a_log_variance_is_known_by_its_name() -> None:
+    model = nn.Linear(2, 4)
+    nn.init.ones_(model.weight)
+
+    def sample(x: Tensor) -> Tensor:
+        mean, logvar = model(x).chunk(2, -1)
+        return (mean + torch.exp(0.5 * logvar)).mean()
+
+    cause = diagnose(sample, torch.full((3, 2), 400.0), model=model)
+
+    assert cause is not None
+    assert cause.fixes[0] == "torch.exp((0.5 * logvar).clamp(-15.0, 10.0))"
 
 
 def test_the_text_tells_the_numbers() -> None:

@@ -20,6 +20,12 @@ CURES = {
         healthy={"x": t(2, 1)},
         differs={"torch.where(x > 0, x + 1, torch.exp(-F.relu(-x)))": BOUNDED, "torch.exp(x - x.amax())": RELATIVE},
     ),
+    "log_variance_overflow": Cure(
+        broken="torch.exp(x)",
+        sick={"x": t(200, 1)},
+        healthy={"x": t(2, 1)},
+        unseen="an expression has no line from which a name could be read",
+    ),
     "exp_overflow_in_half": Cure(
         broken="torch.exp(x)",
         sick={"x": half(12, 1)},

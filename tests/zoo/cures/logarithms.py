@@ -31,9 +31,9 @@ def start_lattice(names: Names) -> Names:
 CURES = {
     "log_of_softmax": Cure(broken="torch.log(torch.softmax(x, dim=-1))", sick={"x": FAR}, healthy={"x": NEAR}),
     "log_of_chosen_probability": Cure(
-        broken="torch.log(torch.softmax(x, dim=-1)).gather(-1, action[:, None])[:, 0]",
-        also=("torch.log(torch.softmax(x, dim=-1)[torch.arange(2), action])",),
-        sick={"x": FAR, "action": torch.tensor([0, 1])},
+        broken="torch.log(torch.softmax(x, dim=-1)).gather(-1, chosen[:, None])[:, 0]",
+        also=("torch.log(torch.softmax(x, dim=-1)[torch.arange(2), chosen])",),
+        sick={"x": FAR, "chosen": torch.tensor([0, 1])},
         healthy={"x": NEAR},
     ),
     "log_of_sigmoid": Cure(broken="torch.log(torch.sigmoid(x))", sick={"x": t(-200, 1)}, healthy={"x": t(-2, 1)}),

@@ -22,10 +22,11 @@ CURES = {
         broken="torch.acos(x)", also=("torch.asin(x)",), sick={"x": t(1.001, 0.5)}, healthy={"x": t(0.1, 0.5)}
     ),
     "angle_between_parallel_vectors": Cure(
-        broken="torch.acos((a * b).sum(-1))",
+        broken="torch.acos(x)",
         sick={"a": torch.tensor([[1.0, 0, 0], [0, 1, 0]]), "b": torch.tensor([[1.0, 0, 0], [0, 0.6, 0.8]])},
         healthy={"a": torch.tensor([[0.8, 0.6, 0], [0, 1, 0]])},
         learned=("a",),
+        derive=lambda names: {"x": (names["a"] * names["b"]).sum(-1)},
         differs={
             "torch.atan2(torch.linalg.cross(a, b).norm(dim=-1), (a * b).sum(-1))": "has the same angle, and a "
             "gradient that does not stretch a, which acos of a product of unit vectors lets happen"

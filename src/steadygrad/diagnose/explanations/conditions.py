@@ -135,6 +135,16 @@ def is_op(*ops: str) -> Condition:
     return lambda situation: plain_name(situation.op) in ops
 
 
+def is_written(*parts: str, key: Key = 0) -> Condition:
+    """Whether the program's own expression for the operand holds one of `parts`; False when it is not known."""
+
+    def holds(situation: Situation) -> bool:
+        operand = find_operand(situation, key)
+        return operand is not None and any(part in operand.source.lower() for part in parts)
+
+    return holds
+
+
 def comes_from(*ops: str, within: int | None = None, key: Key | None = None) -> Condition:
     """Whether one of these is among the last `within` ops before, or among all that are known.
 

@@ -11,6 +11,7 @@ from steadygrad.diagnose.explanations.conditions import (
     in_dtype,
     in_module,
     is_single,
+    is_written,
     made_by,
 )
 from steadygrad.diagnose.explanations.entry import FORWARD, Entry
@@ -38,6 +39,14 @@ ENTRIES = (
         why="exp overflows above 11.1 in float16",
         evidence=show_largest(),
         fixes=("torch.exp(x.clamp_max(11.0))", "torch.exp(x.float() - x.float().amax())"),
+    ),
+    Entry(
+        name="log_variance_overflow",
+        ops=EXPONENTIALS,
+        conditions=(is_written("logvar", "log_var", "logstd", "log_std", "logsigma", "log_sigma"),),
+        why="a predicted log-variance has no bound: exp overflows above 88.7, and squares of its result far below",
+        evidence=show_largest(),
+        fixes=("torch.exp(x.clamp(-15.0, 10.0))", "torch.exp(10 - F.softplus(10 - x))"),
     ),
     Entry(
         name="softmax_by_hand",

@@ -33,12 +33,12 @@ OF_PROBABILITIES = (
         name="log_of_chosen_probability",
         ops=LOGS,
         conditions=(has_zeros(), comes_from("softmax"), either(comes_from(*PICKS), goes_to(*PICKS))),
-        why="the policy gave the chosen action a probability of exactly 0, and log(0) is -inf",
+        why="the chosen class or action has a probability of exactly 0, and log(0) is -inf",
         evidence=count_zeros(),
         fixes=(
-            "torch.distributions.Categorical(logits=x).log_prob(action)",
-            "F.log_softmax(x, dim=-1).gather(-1, action[:, None])[:, 0]",
-            "-F.cross_entropy(x, action, reduction='none')",
+            "F.log_softmax(x, dim=-1).gather(-1, chosen[:, None])[:, 0]",
+            "-F.cross_entropy(x, chosen, reduction='none')",
+            "torch.distributions.Categorical(logits=x).log_prob(chosen)",
         ),
     ),
     Entry(

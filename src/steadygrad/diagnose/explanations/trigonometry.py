@@ -40,9 +40,9 @@ ENTRIES = (
         "rounding error above it",
         evidence=show_range(),
         fixes=(
+            "torch.acos(x.clamp(-1 + eps, 1 - eps))",
+            "steadygrad.losses.safe_acos(x)",
             "torch.atan2(torch.linalg.cross(a, b).norm(dim=-1), (a * b).sum(-1))",
-            "steadygrad.losses.safe_acos((a * b).sum(-1))",
-            "torch.acos((a * b).sum(-1).clamp(-1 + eps, 1 - eps))",
         ),
     ),
     Entry(
