@@ -28,6 +28,22 @@ def test_a_fix_names_the_operands_of_the_line(op: str, fix: str, operands: tuple
     assert use_own_names((fix,), operands, f"aten.{op}") == (shown,)
 
 
+def test_the_exponent_of_a_power_is_the_program_s() -> None:
+    fixes = ("x.clamp_min(eps) ** p", "p * torch.log(x)")
+    assert use_own_names(fixes, ("model(x)",), "aten.pow", {"exponent": 1.5}) == (
+        "model(x).clamp_min(eps) ** 1.5",
+        "p * torch.log(x)",  # another function
+    )
+    assert use_own_names(fixes, ("model(x)", "y"), "aten.pow") == fixes  # a tensor is the exponent
+
+
+def test_where_no_fix_fits_the_line_an_eps_comes_first() -> None:
+    fixes = ("torch.linalg.vector_norm(x, dim=-1)", "torch.sqrt(x.square().sum(-1) + eps)")
+    assert (
+        use_own_names(fixes, ("(a - b).pow(2).sum(-1)",), "aten.sqrt")[0] == "torch.sqrt((a - b).pow(2).sum(-1) + eps)"
+    )
+
+
 def test_a_diagnosis_suggests_what_can_be_pasted_into_the_line() -> None:
     import torch
 

@@ -163,7 +163,7 @@ class CauseBuilder:
             node=self.origin.event.node,
             inputs=self.spell_operands(situation),
             explanation=why.text,
-            fixes=use_own_names(why.fixes, situation.sources, self.culprit.name),
+            fixes=use_own_names(why.fixes, situation.sources, self.culprit.name, situation.scalars),
             name=why.name,
             symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
             chain=self._describe_chain(),

@@ -302,7 +302,7 @@ class Diagnosis:
             symptom=spell_error(error),
             name=why.name,
             explanation=why.text,
-            fixes=use_own_names(why.fixes, situation.sources, refusal.op),
+            fixes=use_own_names(why.fixes, situation.sources, refusal.op, situation.scalars),
             inputs=CauseBuilder.spell_operands(situation),
             **CauseBuilder.where_of(refusal.place, self._modules),
         )

@@ -1,4 +1,4 @@
-"""Fixes written with x, y and z -> the same with the program's own operands: `var.clamp_min(eps).sqrt()`.
+"""Fixes written with x, y, z and p -> the same with the program's own operands: `var.clamp_min(eps).sqrt()`.
 
 A fix is code that a reader copies, and a placeholder may be the name of something else in that program. A fix is
 rewritten only if on harmless numbers it computes what the op computes: the x of `safe_norm(x)` is not the operand of
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -21,7 +21,15 @@ from steadygrad.diagnose.explanations.entry import Explanation, plain_name
 PLACEHOLDERS = ("x", "y", "z")
 """What the explanations call the first, second and third operand."""
 
-WITH_EPS = {"div": ("x / (y + eps)", "x / y.clamp_min(eps)")}
+POWER = "p"
+"""What the explanations call the exponent of a power."""
+
+WITH_EPS = {
+    "div": ("x / (y + eps)", "x / y.clamp_min(eps)"),
+    "sqrt": ("torch.sqrt(x + eps)", "torch.sqrt(x.clamp_min(eps))"),
+    "rsqrt": ("torch.rsqrt(x + eps)", "torch.rsqrt(x.clamp_min(eps))"),
+    "log": ("torch.log(x + eps)", "torch.log(x.clamp_min(eps))"),
+}
 """Op -> how to keep its operand away from 0, whatever the program has computed that from."""
 
 
@@ -33,9 +41,17 @@ class _Replace(ast.NodeTransformer):
         return self._operands.get(node.id, node)
 
 
-def use_own_names(fixes: Sequence[str], operands: Sequence[str], op: str) -> tuple[str, ...]:
-    """Return the fixes of `op` with the texts of its operands in place of x, y and z; identical ones once."""
+def use_own_names(
+    fixes: Sequence[str], operands: Sequence[str], op: str, scalars: Mapping[str, object] | None = None
+) -> tuple[str, ...]:
+    """Return the fixes of `op` with the texts of its operands in place of x, y and z; identical ones once.
+
+    `scalars`: the numbers that the op got, by their names in its schema.
+    """
     known = {name: tree for name, text in zip(PLACEHOLDERS, operands) if (tree := _parse(text)) is not None}
+    exponent = (scalars or {}).get("exponent")
+    if isinstance(exponent, int | float):
+        known[POWER] = ast.Constant(exponent)
     renamed = [_rename(fix, known, op) for fix in fixes]
     if renamed == list(fixes) and any("eps" in fix or "clamp_min" in fix for fix in fixes):
         general = WITH_EPS.get(plain_name(op), ())
@@ -56,14 +72,17 @@ def _rename(fix: str, known: dict[str, ast.expr], op: str) -> str:
     tree = _parse(fix)
     if tree is None or isinstance(tree, ast.Name | ast.Constant):
         return fix
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(PLACEHOLDERS)
-    if not used or not used <= set(known) or not _computes_the_same(fix, op, len(known)):
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {*PLACEHOLDERS, POWER}
+    power = known.get(POWER)
+    exponent = power.value if isinstance(power, ast.Constant) else None
+    num = len(known.keys() - {POWER})
+    if not used or not used <= set(known) or not _computes_the_same(fix, op, num, exponent):
         return fix
     return ast.unparse(ast.fix_missing_locations(_Replace(known).visit(tree)))
 
 
 @functools.cache
-def _computes_the_same(fix: str, op: str, num: int) -> bool:
+def _computes_the_same(fix: str, op: str, num: int, exponent: object = None) -> bool:
     """Return whether a fix, which is a line of our own library, gives what `op` gives where nothing is wrong."""
     import steadygrad.losses as losses
     import steadygrad.nn as nn
@@ -76,9 +95,10 @@ def _computes_the_same(fix: str, op: str, num: int) -> bool:
     try:
         # A fix may draw numbers, as rsample() does: the program's generator must not move.
         with torch.random.fork_rng(devices=[]):
-            expected = getattr(torch.ops.aten, plain_name(op))(*values)
-            # Only fixes of our own library are evaluated, with x, y and z: never text from the program or from a file.
-            got = eval(fix, {**known, **dict(zip(PLACEHOLDERS, values))})
+            more = () if exponent is None else (exponent,)
+            expected = getattr(torch.ops.aten, plain_name(op))(*values, *more)
+            # Only fixes of our own library are evaluated, never text from the program or from a file.
+            got = eval(fix, {**known, POWER: exponent, **dict(zip(PLACEHOLDERS, values))})
             return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-3, atol=1e-3)
     except Exception:  # it needs other operands, or names that are not the op's
         return False
