@@ -26,10 +26,11 @@ from steadygrad.trainer.batches import count_steps
 from steadygrad.trainer.ranks import count_ranks, is_first, share_from_first
 from steadygrad.trainer.setup import choose_device
 from steadygrad_recipes.mmdit.config import MMDiTConfig, ModelConfig
-from steadygrad_recipes.mmdit.data import Corpus, Rows, make_corpus, measure_rows, read_corpus, write_rows
+from steadygrad_recipes.mmdit.data import Corpus, Rows, measure_rows, read_corpus, write_rows
 from steadygrad_recipes.mmdit.metrics import Batch, measure_baseline
 from steadygrad_recipes.mmdit.model import MMDiT, Shapes
 from steadygrad_recipes.mmdit.sampling import draw_samples, spell
+from steadygrad_recipes.mmdit.synthetic import make_corpus
 from steadygrad_recipes.mmdit.texts import encode_texts, map_array, open_tokenizer
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
