@@ -138,7 +138,9 @@ def test_a_trained_clip_and_its_tokenizer_come_from_a_folder(
     assert "has other sizes than the settings. Give --model.embed-dim 12" in capsys.readouterr().err
     assert main(["train", "clip6d", *TINY, *flags, "--model.embed-dim", "12", *run]) == 0
     assert main(["train", "clip6d", "--predict", "a red card", *run]) == 0
-    assert "Nearest to the text a red card" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Nearest to the text a red card" in printed
+    assert "000.tar, 00" in printed
 
 
 def test_each_fault_of_a_shard_is_listed_with_its_file_and_row(tmp_path: Path) -> None:

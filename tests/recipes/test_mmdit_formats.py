@@ -12,8 +12,10 @@ import torch
 
 from steadygrad.cli import main
 from steadygrad.errors import UsageError
-from steadygrad_recipes.mmdit.config import DataConfig
+from steadygrad_recipes.mmdit.config import DataConfig, MMDiTConfig, ModelConfig, SamplingConfig
 from steadygrad_recipes.mmdit.data import Rows, measure_rows, read_corpus
+from steadygrad_recipes.mmdit.model import MMDiT, Shapes
+from steadygrad_recipes.mmdit.program import read_given
 from steadygrad_recipes.mmdit.texts import MappedRows
 
 TEXTS = ["a red circle", "a blue square", "a red square with a circle", "blue"] * 5
@@ -107,6 +109,27 @@ def test_texts_with_a_tokenizer_train_and_sample_both_ways(tmp_path: Path, capsy
     assert f"{len(TEXTS)} samples are in" in capsys.readouterr().out
     assert main(["train", "mmdit", "--sample", "--text", "a purple zebra", *run]) == 2
     assert "sampling.text: 'a purple zebra' has words that the tokenizer does not know" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("latents", "message"),
+    [
+        (np.full((3, 4, 16), np.nan, np.float32), r"given\.npy: row 0 is NaN or Inf"),
+        (np.zeros((0, 4, 16), np.float32), r"given\.npy: there is no row"),
+        (np.zeros((3, 4, 15), np.float32), r"given\.npy has \[3, 4, 15\], and the model wants \[N, 4, 16\]"),
+        (None, r"there is no file .*given\.npy"),
+    ],
+)
+def test_latents_that_no_text_can_be_sampled_for_are_named(
+    tmp_path: Path, latents: np.ndarray | None, message: str
+) -> None:
+    if latents is not None:
+        np.save(tmp_path / "given.npy", latents)
+    model = MMDiT(ModelConfig(hidden_size=8, num_layers=1, num_heads=2), Shapes(9, 5, 4, 16))
+    config = MMDiTConfig(sampling=SamplingConfig(latents=str(tmp_path / "given.npy")))
+
+    with pytest.raises(UsageError, match=message):
+        read_given(model, config, None)
 
 
 def test_a_word_that_the_model_does_not_know_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,3 +266,25 @@ def test_prompts_are_read_from_the_same_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a?\n\xfc?\n")
     with pytest.raises(ConfigError, match=r"a\.txt:2: not UTF-8 text"):
         read_prompts(tmp_path / "a.txt")
+
+
+def test_a_merged_model_computes_what_model_and_lora_compute(tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from steadygrad_recipes.sft.model import load_trained
+
+    small = ["--tiny.width", "16", "--tiny.num-layers", "1", "--num-synthetic", "40", "--max-steps", "3"]
+    run = ["--learning-rate", "0.1", "--num-answers", "1", "--use-cpu", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "sft", *small, *run, "--merge"]) == 0
+    tokens = torch.arange(12)[None]
+
+    with_lora, _ = load_trained(tmp_path / "run" / "model", SftConfig(), tmp_path / "run")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "base")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged")
+
+    wanted = with_lora.eval()(input_ids=tokens).logits
+    found = merged.eval()(input_ids=tokens).logits
+    # One matrix is rounded once, its two parts are multiplied one after the other
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert (base.eval()(input_ids=tokens).logits - wanted).abs().max() > 0.1
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "merged").eos_token

@@ -213,7 +213,7 @@ def read_image(place: Any, side: int, name: str | None = None) -> Tensor | None:
 @functools.cache
 def _warn_unreadable(path: str, reason: str) -> None:
     """Warn once per file, not once per epoch."""
-    logger.warning("%s cannot be read (%s); the sample is used without its image.", path, reason)
+    logger.warning("%s cannot be read (%s); this image is left out.", path, reason)
 
 
 def encode_captions(texts: Sequence[str], model: ModelConfig) -> Tensor:

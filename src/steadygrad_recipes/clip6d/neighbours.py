@@ -124,8 +124,8 @@ def encode_samples(
 
 
 def describe_sample(sample: Sample, name: str) -> str:
-    """Return the caption, or the image's file name."""
+    """Return the caption, or the image's file name, or its place in a shard."""
     if name == IMAGE:
-        return str(getattr(sample.image, "name", f"image {sample.id}"))
+        return ", ".join(sample.origin) if sample.shard else str(sample.image.name)
     language, number = split_modality(name)
     return sample.captions[language][(number or 1) - 1]

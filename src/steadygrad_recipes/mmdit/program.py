@@ -229,7 +229,12 @@ def read_given(
         given = given[None] if given.dim() == 2 else given
         if tuple(given.shape[1:]) != wanted:
             raise UsageError(f"{sampling.latents} has {shape}, and the model wants [N, {wanted[0]}, {wanted[1]}].")
-        return None, given.float()
+        given = given.float()
+        bad = [row for row, latents in enumerate(given) if not bool(latents.isfinite().all())]
+        if bad or not len(given):
+            what = f"row {bad[0]} is NaN or Inf" if bad else "there is no row"
+            raise UsageError(f"{sampling.latents}: {what}. Texts are sampled for latents that are numbers.")
+        return None, given
     if sampling.text is None:
         return None, None
     if config.data.tokenizer is not None:

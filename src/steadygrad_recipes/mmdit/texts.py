@@ -26,6 +26,8 @@ MAX_SHOWN = 5
 def map_array(path: Path) -> Tensor:
     """Return a .npy file as a tensor that is read from the disk when it is used; pickled objects are refused."""
     numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}. Give an .npy file of numbers.")
     try:
         # "c", copy on write: torch wants a writable array, and no write may reach the user's file
         return torch.from_numpy(numpy.load(path, mmap_mode="c", allow_pickle=False))
