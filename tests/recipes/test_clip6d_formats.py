@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from steadygrad.cli import main
-from steadygrad.errors import UsageError
-from steadygrad_recipes.clip6d.config import Clip6dConfig
+from steadygrad.errors import ConfigError, UsageError
+from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
 from steadygrad_recipes.clip6d.data import CaptionDataset, read_corpus
+from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
 
 COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
 TINY = ["--quick", "--modalities", "image,en", "--batch-size", "4", "--epochs", "1", "--model.image-size", "16"]
@@ -109,7 +110,7 @@ def test_what_cannot_be_used_is_named_with_file_and_row(tmp_path: Path) -> None:
         read_corpus(config, tmp_path)
 
 
-def write_clip(folder: Path) -> None:
+def write_clip(folder: Path, **change: int) -> None:
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     words = ["<end>", "<unk>", "a", "red", "green", "blue", "card"]
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
@@ -118,7 +119,13 @@ def write_clip(folder: Path) -> None:
         tokenizer_object=made, unk_token="<unk>", eos_token="<end>", model_max_length=8
     )
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**sizes, "vocab_size": len(words), "max_position_embeddings": 8, "eos_token_id": 0, "bos_token_id": 0}
+    text = {
+        **sizes,
+        "vocab_size": len(words),
+        "max_position_embeddings": 8,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    } | change
     vision = {**sizes, "image_size": 16, "patch_size": 8}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)  # one for both halves
     transformers.CLIPModel(config).save_pretrained(folder)
@@ -141,6 +148,23 @@ def test_a_trained_clip_and_its_tokenizer_come_from_a_folder(
     printed = capsys.readouterr().out
     assert "Nearest to the text a red card" in printed
     assert "000.tar, 00" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 5}, r"the tokenizer in .*clip has 7 tokens, and its text model 5"),
+        ({"eos_token_id": 6}, r"the tokenizer in .*clip ends texts with 0, and its text model with 6"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, change: dict[str, int], message: str) -> None:
+    write_clip(tmp_path / "clip", **change)
+
+    with pytest.raises(ConfigError, match=message):
+        EnhancedLightningCLIPModule(
+            modalities=("image", "en"),
+            model=ModelConfig(pretrained=str(tmp_path / "clip"), image_size=16, embed_dim=12),
+        )
 
 
 def test_each_fault_of_a_shard_is_listed_with_its_file_and_row(tmp_path: Path) -> None:
