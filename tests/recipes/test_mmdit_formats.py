@@ -132,6 +132,23 @@ def test_latents_that_no_text_can_be_sampled_for_are_named(
         read_given(model, config, None)
 
 
+def test_samples_of_a_tokenizer_of_word_parts_are_texts(tmp_path: Path) -> None:
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="a").save_pretrained(tmp_path / "words")
+    folder, run = write_texts(tmp_path / "data"), tmp_path / "run"
+    flags = ["--data.path", str(folder), "--data.tokenizer", str(tmp_path / "words"), "--training.max-steps", "1"]
+    assert main(["train", "mmdit", "--quick", *flags, "--run-dir", str(run)]) == 0
+
+    given = ["--text", "blue red circle", "--num-samples", "1"]
+    assert main(["train", "mmdit", "--sample", *given, "--run-dir", str(run)]) == 0
+
+    assert (run / "samples" / "samples.txt").read_text() == "blue red circle\n"
+
+
 def test_a_word_that_the_model_does_not_know_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["--run-dir", str(tmp_path / "run")]
     assert main(["train", "mmdit", "--quick", "--training.max-steps", "1", *run]) == 0

@@ -210,7 +210,10 @@ def write_samples(
         return rows
     folder = run_dir / "samples"
     write_rows(folder / "samples.safetensors", rows)
-    lines = spell(rows, vocab)
+    words = config.data.tokenizer
+    # The folder may be gone by now; the vocabulary is in the run
+    tokenizer = open_tokenizer(words) if words is not None and Path(words).exists() else None
+    lines = spell(rows, vocab, tokenizer)
     (folder / "samples.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for line in lines[:NUM_SHOWN]:
         console.say(f"  {line}", "dim")
