@@ -26,7 +26,6 @@ RENAMED = {
     "clip6d.plain_logits": f"{NEW}.clip6d.module",
     "cod.unguarded": f"{NEW}.cod.trainer",
     "mmdit.description": f"{NEW}.mmdit.program",
-    "mmdit.synthetic": f"{NEW}.mmdit.data",
     "demo.plain_record": f"{NEW}.demo.story",
 }
 """Modules that were also renamed, or merged into another one."""

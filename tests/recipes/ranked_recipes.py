@@ -17,11 +17,12 @@ from steadygrad_recipes.cod.config import CodConfig
 from steadygrad_recipes.cod.data import MadeDataset, open_loaders
 from steadygrad_recipes.cod.trainer import CodTrainer
 from steadygrad_recipes.mmdit.config import DataConfig, MMDiTConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from steadygrad_recipes.mmdit.data import make_corpus, measure_rows
+from steadygrad_recipes.mmdit.data import measure_rows
 from steadygrad_recipes.mmdit.diffusion import Hidden
 from steadygrad_recipes.mmdit.metrics import hide_batch
 from steadygrad_recipes.mmdit.model import MMDiT
 from steadygrad_recipes.mmdit.program import make_loaders
+from steadygrad_recipes.mmdit.synthetic import make_corpus
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.data import split_data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from steadygrad.cli import main
-from steadygrad.errors import UsageError
-from steadygrad_recipes.clip6d.config import Clip6dConfig
+from steadygrad.errors import ConfigError, UsageError
+from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
 from steadygrad_recipes.clip6d.data import CaptionDataset, read_corpus
+from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
 
 COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
 TINY = ["--quick", "--modalities", "image,en", "--batch-size", "4", "--epochs", "1", "--model.image-size", "16"]
@@ -108,7 +110,7 @@ def test_what_cannot_be_used_is_named_with_file_and_row(tmp_path: Path) -> None:
         read_corpus(config, tmp_path)
 
 
-def write_clip(folder: Path) -> None:
+def write_clip(folder: Path, **change: int) -> None:
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     words = ["<end>", "<unk>", "a", "red", "green", "blue", "card"]
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
@@ -117,7 +119,13 @@ def write_clip(folder: Path) -> None:
         tokenizer_object=made, unk_token="<unk>", eos_token="<end>", model_max_length=8
     )
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**sizes, "vocab_size": len(words), "max_position_embeddings": 8, "eos_token_id": 0, "bos_token_id": 0}
+    text = {
+        **sizes,
+        "vocab_size": len(words),
+        "max_position_embeddings": 8,
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    } | change
     vision = {**sizes, "image_size": 16, "patch_size": 8}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)  # one for both halves
     transformers.CLIPModel(config).save_pretrained(folder)
@@ -137,7 +145,26 @@ def test_a_trained_clip_and_its_tokenizer_come_from_a_folder(
     assert "has other sizes than the settings. Give --model.embed-dim 12" in capsys.readouterr().err
     assert main(["train", "clip6d", *TINY, *flags, "--model.embed-dim", "12", *run]) == 0
     assert main(["train", "clip6d", "--predict", "a red card", *run]) == 0
-    assert "Nearest to the text a red card" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Nearest to the text a red card" in printed
+    assert "000.tar, 00" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 5}, r"the tokenizer in .*clip has 7 tokens, and its text model 5"),
+        ({"eos_token_id": 6}, r"the tokenizer in .*clip ends texts with 0, and its text model with 6"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, change: dict[str, int], message: str) -> None:
+    write_clip(tmp_path / "clip", **change)
+
+    with pytest.raises(ConfigError, match=message):
+        EnhancedLightningCLIPModule(
+            modalities=("image", "en"),
+            model=ModelConfig(pretrained=str(tmp_path / "clip"), image_size=16, embed_dim=12),
+        )
 
 
 def test_each_fault_of_a_shard_is_listed_with_its_file_and_row(tmp_path: Path) -> None:
@@ -179,3 +206,164 @@ def test_rows_and_images_of_parquet_that_cannot_be_used_are_named(
     data = CaptionDataset(samples, corpus, config)
     assert sum(data[0, i]["image"] is None for i in range(len(samples))) == 1
     assert "a.parquet, row 6 cannot be read (Pillow knows no such format)" in caplog.text
+
+
+def write_plain_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
+
+
+def list_members(num: int = 24) -> list[tuple[str, bytes]]:
+    return [part for i in range(num) for part in ((f"{i:04d}.png", draw("red")), (f"{i:04d}.txt", b"a card"))]
+
+
+IMAGES = Clip6dConfig(modalities=("image", "en"), batch_size=4)
+WITH_VECTORS = Clip6dConfig(modalities=("image", "en", "vector"), batch_size=4)
+
+
+def to_npy(value: Any, **flags: Any) -> bytes:
+    content = io.BytesIO()
+    np.save(content, value, **flags)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"),
+    [
+        (("0003.txt", b"\xfcber"), "its caption in en is not UTF-8 text"),
+        (("0003.jpg", b"second"), "it has a second image, which is not used"),
+        (("0003.json", b"[" * 100_000), "its .json cannot be read: not JSON that can be read: it is nested too deeply"),
+        (("0003.npy", to_npy(np.array(["a"]))), "its vector is not a list of numbers"),
+        (("0003.npy", to_npy(np.zeros(3, np.complex64))), "its vector has complex numbers"),
+        (("0003.npy", to_npy(np.zeros(0))), "its vector has no numbers"),
+        (("0003.npy", b"\x93NUMPY\x01\x00junk"), "its .npy cannot be read: "),
+        (("0003.npy", to_npy([{}], allow_pickle=True)), "its .npy cannot be read: Object arrays cannot be loaded"),
+    ],
+)
+def test_a_member_that_cannot_be_used_is_named_and_the_sample_keeps_the_rest(
+    tmp_path: Path, member: tuple[str, bytes], reason: str
+) -> None:
+    write_plain_tar(tmp_path / "a.tar", [*list_members(), member])
+
+    corpus = read_corpus(WITH_VECTORS, tmp_path)
+
+    (left_out,) = corpus.left_out
+    assert (left_out.file, left_out.row) == ("a.tar", "0003")
+    assert left_out.reason.startswith(reason)
+    assert len(corpus.train) + len(corpus.val) == 24
+
+
+def damage_header(content: bytes) -> bytes:
+    return content[:5120] + b"\xff" * 512 + content[5632:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_header, r"b\.tar cannot be read behind 0002\.png: it is damaged"),
+        (lambda content: content * 2, r"b\.tar cannot be read behind 0023\.txt: .* several archives were joined"),
+        (lambda content: content[: 1024 * 48], r"b\.tar has no end mark behind 0023\.txt: it is truncated"),
+        (lambda content: content[:5000], r"b\.tar is not a \.tar file: unexpected end of data"),
+        (lambda _: b"", r"b\.tar is not a \.tar file: empty file"),
+    ],
+)
+def test_samples_behind_a_damaged_place_of_a_tar_are_not_lost_without_a_word(
+    tmp_path: Path, damage: Any, message: str
+) -> None:
+    write_plain_tar(tmp_path / "a.tar", list_members())
+    (tmp_path / "b.tar").write_bytes(damage((tmp_path / "a.tar").read_bytes()))
+
+    with pytest.raises(UsageError, match=message):
+        read_corpus(IMAGES, tmp_path)
+
+
+def test_compressed_shards_are_refused_beside_others_too(tmp_path: Path) -> None:
+    write_plain_tar(tmp_path / "a.tar", list_members())
+    (tmp_path / "b.tar.gz").write_bytes(b"\x1f\x8b")
+
+    with pytest.raises(UsageError, match=r"b\.tar\.gz is compressed, .* Unpack it to \.tar"):
+        read_corpus(IMAGES, tmp_path)
+
+
+def test_a_folder_of_img2dataset_has_each_sample_once(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    repeats = [(f"{i:04d}.json", b'{"caption": "a card", "status": "success"}') for i in range(24)]
+    write_plain_tar(tmp_path / "00000.TAR", [*list_members(), *repeats])
+    parquet.write_table(pyarrow.Table.from_pylist([{"url": "x", "caption": "a card"}]), tmp_path / "00000.parquet")
+    (tmp_path / "00000_stats.json").write_text("{}")
+
+    corpus = read_corpus(IMAGES, tmp_path)
+
+    assert len(corpus.train) + len(corpus.val) == 24
+    assert corpus.left_out == []
+    assert {tuple(sample.captions["en"]) for sample in corpus.train} == {("a card",)}
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("../outside.png", "the image ../outside.png is not in "),
+        ({"bytes": None, "path": "gone.png"}, "the image gone.png is not in "),
+        (7, "its image is int, not the bytes or the name of a picture"),
+    ],
+)
+def test_pictures_of_a_table_are_bytes_or_files_inside_its_folder(tmp_path: Path, cell: Any, reason: str) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "data").mkdir()
+    for place in (tmp_path / "outside.png", tmp_path / "data" / "inside.png"):
+        place.write_bytes(draw("red"))
+    good = [{"image": {"bytes": None, "path": "inside.png"}, "en": "a card"}] * 24
+    parquet.write_table(pyarrow.Table.from_pylist(good), tmp_path / "data" / "a.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([{"image": cell, "en": "a card"}]), tmp_path / "data" / "b.parquet")
+
+    corpus = read_corpus(IMAGES, tmp_path / "data")
+
+    assert len(corpus.train) + len(corpus.val) == 24
+    assert (corpus.left_out[0].file, corpus.left_out[0].row) == ("b.parquet", "row 1")
+    assert corpus.left_out[0].reason.startswith(reason)
+
+
+def test_a_table_damaged_in_the_middle_is_named_with_its_row(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{"image": draw("red"), "en": "a card"}] * 24), tmp_path / "a.parquet"
+    )
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content[:20] + b"\xff" * 60 + content[80:])
+
+    with pytest.raises(UsageError, match=r"a\.parquet cannot be read as parquet, behind row 0: "):
+        read_corpus(IMAGES, tmp_path)
+
+
+def test_too_few_samples_are_reported_with_the_first_that_were_left_out(tmp_path: Path) -> None:
+    write_plain_tar(tmp_path / "a.tar", [(name, content) for name, content in list_members() if "png" in name])
+
+    with pytest.raises(
+        UsageError, match=r"0 samples .* 24 rows left out, such as a\.tar, 0000: of the modalities it has im"
+    ):
+        read_corpus(IMAGES, tmp_path)
+
+
+def test_vectors_of_no_image_and_second_ones_are_named(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for i in range(12):
+        (tmp_path / "images" / f"{i}.png").write_bytes(draw("red"))
+    rows = {"images": [{"id": i, "file_name": f"{i}.png"} for i in range(12)], "annotations": []}
+    (tmp_path / "captions_en.json").write_text(json.dumps(rows))
+    ids = [*range(12), 3, 99]
+    np.savez(tmp_path / "vectors.npz", ids=np.array(ids), vectors=np.arange(14.0)[:, None])
+    config = Clip6dConfig(modalities=("image", "vector"), batch_size=4)
+
+    corpus = read_corpus(config, tmp_path)
+
+    assert [(one.row, one.reason) for one in corpus.left_out] == [
+        ("id 3", "the id is there twice"),
+        ("id 99", "no image has this id"),
+    ]
+    assert corpus.vectors[3].tolist() == [3.0]
+    np.savez(tmp_path / "vectors.npz", ids=np.array(ids) + 0.5, vectors=np.arange(14.0)[:, None])
+    with pytest.raises(UsageError, match=r"ids \[14\] of torch\.float64 .* whole numbers"):
+        read_corpus(config, tmp_path)

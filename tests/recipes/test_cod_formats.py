@@ -13,6 +13,7 @@ from torch import Tensor
 from steadygrad.cli import main
 from steadygrad.errors import ConfigError
 from steadygrad_recipes.cod.config import CodConfig
+from steadygrad_recipes.cod.data import read_mask
 from steadygrad_recipes.cod.folder import find_split
 from steadygrad_recipes.cod.metrics import find_nearest, measure_alignment, measure_weighted_f
 from steadygrad_recipes.cod.model import CamouflageNet, build_network, take_outputs
@@ -55,6 +56,58 @@ def test_a_folder_without_splits_gives_every_tenth_image_to_the_test(tmp_path: P
     assert [pair.image.stem for pair in test.pairs] == ["00", "10"]
     assert len(train.pairs) == 18
     assert train.bad == test.bad == ()
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        (("images/train", "masks/train"), ("images/test", "masks/test")),
+        (("train/images", "train/masks"), ("val/images", "val/masks")),
+        (("TrainDataset/Imgs", "TrainDataset/GT"), ("TestDataset/CAMO/Imgs", "TestDataset/CAMO/GT")),
+        (("TrainDataset/Imgs", "TrainDataset/GT"), ("TestDataset/COD10K/Imgs", "TestDataset/COD10K/GT")),
+    ],
+)
+def test_layouts_of_other_sets_are_found_and_named(
+    tmp_path: Path, train: tuple[str, str], test: tuple[str, str]
+) -> None:
+    for (images, masks), names in ((train, "abc"), (test, "de")):
+        for name in names:
+            write_pair(tmp_path / images, tmp_path / masks, name)
+
+    found = [find_split(tmp_path, name) for name in ("train", "test")]
+
+    assert [[pair.image.stem for pair in split.pairs] for split in found] == [list("abc"), list("de")]
+    assert [split.images for split in found] == [tmp_path / train[0], tmp_path / test[0]]
+    assert not any(split.bad for split in found)
+
+
+def test_a_picture_damaged_in_the_middle_or_too_large_is_named_before_training(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for number in range(20):
+        write_pair(tmp_path / "Imgs", tmp_path / "GT", f"{number:02d}")
+    noise = pillow.effect_noise((70, 66), 90.0)
+    noise.save(tmp_path / "GT" / "03.png")
+    content = (tmp_path / "GT" / "03.png").read_bytes()
+    middle = len(content) // 2
+    (tmp_path / "GT" / "03.png").write_bytes(content[:middle] + bytes(64) + content[middle + 64 :])
+    pillow.new("1", (20_000, 10_000)).save(tmp_path / "GT" / "05.png")
+
+    bad = find_split(tmp_path, "train").bad
+
+    assert [line.partition(" (")[0] for line in bad] == [
+        "03.jpg: its mask is not a readable picture",
+        "05.jpg: its mask is not a readable picture",
+    ]
+    assert "exceeds limit" in bad[1]
+
+
+def test_what_is_transparent_in_a_mask_is_ground(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    mask = pillow.new("RGBA", (8, 8), (255, 255, 255, 0))
+    mask.paste((255, 255, 255, 255), (0, 0, 4, 8))
+    mask.save(tmp_path / "mask.png")
+
+    assert torch.equal(read_mask(tmp_path / "mask.png", 8).mean((0, 1)), torch.tensor([1.0] * 4 + [0.0] * 4))
 
 
 def test_a_network_of_ones_own_is_trained_and_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +158,16 @@ def test_distances_are_those_of_a_search_over_all_pixels(seed: int) -> None:
             assert float(distance[i, j]) == pytest.approx(float(all_of_them.min()))
             at = int(nearest[i, j])
             assert bool(y[at // 13, at % 13])
+
+
+def test_distances_in_large_images_do_not_overflow() -> None:
+    y = torch.zeros(40, 1500, dtype=torch.bool)
+    y[39, 0] = True
+
+    distance, nearest = find_nearest(y)
+
+    assert float(distance[0, 1499]) == pytest.approx(math.hypot(39, 1499))
+    assert int(nearest[0, 1499]) == 39 * 1500
 
 
 @pytest.mark.parametrize("seed", range(3))

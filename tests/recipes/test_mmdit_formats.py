@@ -12,8 +12,10 @@ import torch
 
 from steadygrad.cli import main
 from steadygrad.errors import UsageError
-from steadygrad_recipes.mmdit.config import DataConfig
+from steadygrad_recipes.mmdit.config import DataConfig, MMDiTConfig, ModelConfig, SamplingConfig
 from steadygrad_recipes.mmdit.data import Rows, measure_rows, read_corpus
+from steadygrad_recipes.mmdit.model import MMDiT, Shapes
+from steadygrad_recipes.mmdit.program import read_given
 from steadygrad_recipes.mmdit.texts import MappedRows
 
 TEXTS = ["a red circle", "a blue square", "a red square with a circle", "blue"] * 5
@@ -109,6 +111,44 @@ def test_texts_with_a_tokenizer_train_and_sample_both_ways(tmp_path: Path, capsy
     assert "sampling.text: 'a purple zebra' has words that the tokenizer does not know" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("latents", "message"),
+    [
+        (np.full((3, 4, 16), np.nan, np.float32), r"given\.npy: row 0 is NaN or Inf"),
+        (np.zeros((0, 4, 16), np.float32), r"given\.npy: there is no row"),
+        (np.zeros((3, 4, 15), np.float32), r"given\.npy has \[3, 4, 15\], and the model wants \[N, 4, 16\]"),
+        (None, r"there is no file .*given\.npy"),
+    ],
+)
+def test_latents_that_no_text_can_be_sampled_for_are_named(
+    tmp_path: Path, latents: np.ndarray | None, message: str
+) -> None:
+    if latents is not None:
+        np.save(tmp_path / "given.npy", latents)
+    model = MMDiT(ModelConfig(hidden_size=8, num_layers=1, num_heads=2), Shapes(9, 5, 4, 16))
+    config = MMDiTConfig(sampling=SamplingConfig(latents=str(tmp_path / "given.npy")))
+
+    with pytest.raises(UsageError, match=message):
+        read_given(model, config, None)
+
+
+def test_samples_of_a_tokenizer_of_word_parts_are_texts(tmp_path: Path) -> None:
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="a").save_pretrained(tmp_path / "words")
+    folder, run = write_texts(tmp_path / "data"), tmp_path / "run"
+    flags = ["--data.path", str(folder), "--data.tokenizer", str(tmp_path / "words"), "--training.max-steps", "1"]
+    assert main(["train", "mmdit", "--quick", *flags, "--run-dir", str(run)]) == 0
+
+    given = ["--text", "blue red circle", "--num-samples", "1"]
+    assert main(["train", "mmdit", "--sample", *given, "--run-dir", str(run)]) == 0
+
+    assert (run / "samples" / "samples.txt").read_text() == "blue red circle\n"
+
+
 def test_a_word_that_the_model_does_not_know_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["--run-dir", str(tmp_path / "run")]
     assert main(["train", "mmdit", "--quick", "--training.max-steps", "1", *run]) == 0
@@ -124,7 +164,8 @@ def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path: Path) -> None:
         read_corpus(DataConfig(path=str(folder)))
     with (folder / "a.jsonl").open("a") as file:
         file.write('{"words": 3}\n')
-    with pytest.raises(UsageError, match=r"1 of 21 rows in .*a\.jsonl cannot be read: line 21 has no text"):
+    np.save(folder / "a.npy", np.concatenate([np.load(folder / "a.npy"), np.ones((1, 2, 4), np.float32)]))
+    with pytest.raises(UsageError, match=r"1 of 21 rows in .*cannot be learned from: a\.jsonl line 21: no text"):
         read_corpus(DataConfig(path=str(folder), tokenizer=tokenizer))
     (folder / "a.npy").unlink()
     with pytest.raises(UsageError, match=r"has no a\.npy beside it"):
@@ -144,11 +185,15 @@ def test_bad_lines_of_texts_are_all_named_or_left_out(tmp_path: Path) -> None:
     (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
     config = DataConfig(path=str(folder), tokenizer=str(write_tokenizer(tmp_path / "words")))
 
-    with pytest.raises(UsageError, match=r"a\.jsonl cannot be read: line 4 has no text; line 6 is not JSON"):
+    with pytest.raises(UsageError, match=r"a\.jsonl line 4: no text; a\.jsonl line 6: not JSON"):
         read_corpus(config)
 
     corpus = read_corpus(dataclasses.replace(config, skip_bad_rows=True))
-    assert corpus.left_out == ("a.jsonl line 4: no word", "a.jsonl line 6: no word", "a.jsonl line 8: no word")
+    assert corpus.left_out == (
+        "a.jsonl line 4: no text",
+        "a.jsonl line 6: not JSON (Expecting value at column 1)",
+        "a.jsonl line 8: no text",
+    )
     assert len(corpus.train) + len(corpus.val) == len(lines) - 3
 
 
@@ -160,3 +205,73 @@ def test_texts_that_are_cut_are_counted(tmp_path: Path) -> None:
     corpus = read_corpus(DataConfig(path=str(folder), tokenizer=tokenizer, max_text=2))
 
     assert any("are cut at 2 tokens: data.max_text" in note for note in corpus.notes)
+
+
+def test_a_line_is_named_by_its_number_with_blank_lines_between(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "corpus")
+    lines = (folder / "a.jsonl").read_text().splitlines()
+    lines[3] = '{"text": 3}'
+    (folder / "a.jsonl").write_text("\n\n".join(lines) + "\n")
+
+    with pytest.raises(UsageError, match=r"a\.jsonl line 7: no text"):
+        read_corpus(DataConfig(path=str(folder), tokenizer=str(write_tokenizer(tmp_path / "words"))))
+
+
+def test_texts_of_train_and_val_get_one_length(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in ("train", "val"):
+        write_texts(folder / name)
+    (folder / "val" / "a.jsonl").write_text('{"text": "blue"}\n' * len(TEXTS))
+
+    corpus = read_corpus(DataConfig(path=str(folder), tokenizer=str(write_tokenizer(tmp_path / "words"))))
+
+    assert corpus.train.tokens.shape == corpus.val.tokens.shape
+    assert bool((corpus.val.mask.sum(1) == 1).all())
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int32"])
+def test_ids_of_any_whole_type_are_read(tmp_path: Path, dtype: str) -> None:
+    write_pair(tmp_path, "a", 10, 0)
+    tokens = np.load(tmp_path / "a_tokens.npy")
+    np.save(tmp_path / "a_tokens.npy", tokens.astype(dtype))
+
+    corpus = read_corpus(DataConfig(path=str(tmp_path)))
+
+    assert corpus.vocab_size == tokens.max() + 1
+    assert torch.equal(corpus.train[4]["tokens"], torch.tensor(tokens[4]))
+
+
+def test_numbers_that_are_no_ids_are_refused_before_a_table_of_them_is_made(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a", 10, 0)
+    np.save(tmp_path / "a_tokens.npy", np.full((10, 5), 10**12))
+
+    with pytest.raises(UsageError, match=r"a_latents\.npy has the token 1000000000000: is that an id\?"):
+        read_corpus(DataConfig(path=str(tmp_path)))
+
+
+def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a", 10, 0)
+    np.save(tmp_path / "b.npy", np.ones((3, 3)))
+    (tmp_path / "more").mkdir()
+
+    assert read_corpus(DataConfig(path=str(tmp_path))).notes == (f"not read, in {tmp_path}: b.npy, more",)
+
+
+def test_latents_of_several_safetensors_stay_on_the_disk(tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    for name in "ab":
+        save_file(
+            {"tokens": torch.ones(10, 3, dtype=torch.int32), "latents": torch.rand(10, 2, 4)},
+            tmp_path / f"{name}.safetensors",
+        )
+
+    corpus = read_corpus(DataConfig(path=str(tmp_path)))
+
+    assert isinstance(corpus.train.latents, MappedRows)
+    content = (tmp_path / "b.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")  # behind the header
+    with (tmp_path / "b.safetensors").open("r+b") as file:
+        file.seek(begin)
+        file.write(np.full((len(content) - begin) // 4, 7.0, np.float32).tobytes())
+    assert bool((corpus.train[17]["latents"] == 7.0).all())  # what changes on the disk is seen: nothing was copied

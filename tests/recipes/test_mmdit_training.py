@@ -31,11 +31,12 @@ from steadygrad_recipes.mmdit.config import (
     SamplingConfig,
     TrainingConfig,
 )
-from steadygrad_recipes.mmdit.data import VOCAB, make_corpus, read_corpus
+from steadygrad_recipes.mmdit.data import read_corpus
 from steadygrad_recipes.mmdit.metrics import evaluate, measure_baseline
 from steadygrad_recipes.mmdit.model import MMDiT
 from steadygrad_recipes.mmdit.program import Description
 from steadygrad_recipes.mmdit.sampling import draw_samples
+from steadygrad_recipes.mmdit.synthetic import VOCAB, make_corpus
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
 

@@ -79,3 +79,14 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     assert main(["new", "leaf_counter", "--into", str(tmp_path)]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_folder_of_that_name_is_the_reason_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as python -m does: the project could then be imported from here
+    assert main(["new", "leaf_counter"]) == 0
+
+    assert main(["new", "leaf_counter"]) == 2
+    assert "leaf_counter exists and is not empty" in capsys.readouterr().err

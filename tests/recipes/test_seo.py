@@ -148,7 +148,7 @@ def test_lines_of_pages_and_of_features_are_read(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda folder: folder / "nowhere", "there is no file or folder .*nowhere to read pages from.*Give --data"),
-        (lambda folder: folder, "has no scores.csv or scores.jsonl. Write one"),
+        (lambda folder: folder, "has neither scores.csv nor scores.jsonl. Write one"),
         (lambda folder: write(folder / "pages.txt", "x"), "ends in '.txt', which is not a table of pages. Use .csv"),
         (lambda folder: write(folder / "pages.jsonl", "1\n"), "has no page with a score: pages.jsonl:1: is int"),
         (lambda folder: write(folder / "pages.csv", "file\n"), "has no page with a score: it has no rows"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from steadygrad.cli import main
 from steadygrad.errors import UsageError
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.data import load_data
+from steadygrad_recipes.seo.features import decode_page
 from steadygrad_recipes.seo.readers import read_rows, read_unscored, require_html
 
 EXPORT = [
@@ -96,7 +98,7 @@ def test_a_row_with_more_cells_than_the_header_is_left_out_with_its_line(tmp_pat
     read = read_rows(tmp_path / "rows.csv")
 
     assert [row.scores["overall"] for row in read.rows] == [2, 7]
-    assert read.left_out == ["rows.csv:3: has more cells than the header's 2: '5'"]
+    assert read.left_out == ["rows.csv:3: more cells than the header's 2: '5'"]
 
 
 def test_a_table_with_semicolons_is_read(tmp_path: Path) -> None:
@@ -139,3 +141,99 @@ def test_scores_that_are_all_equal_are_named(tmp_path: Path, capsys: pytest.Capt
     assert main(["train", "seo", "--data", str(tmp_path / "rows.csv"), *small]) == 0
 
     assert "Every score of overall is 2: there is nothing to learn from it." in capsys.readouterr().out
+
+
+GOOD = [{"features": {"clicks": number}, "score_overall": number} for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"features": {"clicks": 10**400}, "score_x": 1}, "clicks has more digits than a number can have"),
+        ({"features": "many", "score_x": 1}, "features must be an object of name to number, found str"),
+        ({"html": 5, "score_x": 1}, "html is int, not text"),
+        ({"html": "%PDF-1.7", "score_x": 1}, "html is not an HTML page: it begins with '%PDF-1.7' and has no HTML tag"),
+        ({"features": {"clicks": 1}, "score_x": 1e300}, "x is 1e+300, too large a score"),
+        ("words", "is str, not an object"),
+    ],
+)
+def test_each_row_that_cannot_be_used_is_named_with_its_reason(tmp_path: Path, row: object, reason: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [*GOOD, row]))
+
+    read = read_rows(tmp_path / "rows.jsonl")
+
+    assert len(read.rows) == len(GOOD)
+    assert read.left_out == [f"rows.jsonl:7: {reason}"]
+
+
+def test_null_is_an_empty_cell(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"features": {"clicks": 1, "age": null}, "scores": {"x": 1}}\n')
+
+    assert read_rows(tmp_path / "rows.jsonl").rows[0].features == {"clicks": 1.0}
+
+
+def test_a_page_with_two_rows_is_used_once(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text("<title>a</title>")
+    (tmp_path / "scores.csv").write_text("file,score_overall\na.html,1\na.html,9\n")
+
+    read = read_rows(tmp_path)
+
+    assert [row.scores["overall"] for row in read.rows] == [1]
+    assert read.left_out == ["scores.csv:3: file a.html has a row already, scores.csv:2"]
+
+
+def test_two_tables_of_scores_are_refused(tmp_path: Path) -> None:
+    for name in ("scores.csv", "scores.jsonl"):
+        (tmp_path / name).write_text("file,score_overall\n")
+
+    with pytest.raises(UsageError, match=r"has both scores\.csv and scores\.jsonl"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<title>Käse</title>".encode(),
+        "<title>Käse</title>".encode("utf-16"),
+        '<meta charset="iso-8859-2"><title>Käse</title>'.encode("iso-8859-2"),
+        "<title>Käse</title>".encode("cp1252"),
+        '<meta charset="no-such-name"><title>Käse</title>'.encode("cp1252"),
+    ],
+)
+def test_a_page_is_decoded_as_a_browser_would(content: bytes) -> None:
+    assert "Käse" in decode_page(content)
+
+
+def test_a_feed_is_not_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "feed.html"
+    path.write_text('<?xml version="1.0"?><rss><title>News</title></rss>')
+
+    with pytest.raises(UsageError, match=r"is not an HTML page: .* and is XML without <html>"):
+        require_html(path)
+
+
+def test_a_comma_of_an_export_is_read_where_it_separates_thousands(tmp_path: Path) -> None:
+    rows = [{**EXPORT[0], "Word Count": "1,204", "Response Time": "0,613"}]
+
+    (row,) = read_rows(write_csv(tmp_path / "export.csv", rows)).rows
+
+    assert row.features["num_words"] == 1204
+    assert "Response Time" not in row.features
+
+
+def test_a_file_that_is_not_a_page_keeps_no_other_from_being_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, pages = str(tmp_path / "run"), tmp_path / "pages"
+    assert main(["train", "seo", "--quick", "--epochs", "1", "--num-synthetic", "60", "--run-dir", run]) == 0
+    pages.mkdir()
+    (pages / "a.html").write_text("<title>Bread</title><p>Bake it slowly.</p>")
+    (pages / "b.html").write_bytes(b"%PDF-1.7")
+    capsys.readouterr()
+
+    assert main(["train", "seo", "--predict", str(pages), "--run-dir", run]) == 0
+
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a.html: " in printed
+    assert "not scored:" in printed
+    assert "b.html is not an HTML page" in printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def test_rows_of_a_file_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_a_prompt_may_be_messages_and_a_completion_one_message() -> None:
     asked = [{"role": "user", "content": "How?"}]
     row = {"prompt": asked, "completion": [{"role": "assistant", "content": "So."}]}
-    assert parse_row(json.dumps(row).encode()) == Example(tuple(asked), "So.")
+    assert parse_row(row) == Example(tuple(asked), "So.")
 
 
 BAD = {
@@ -100,7 +99,7 @@ BAD = {
     b'{"prompt": "", "completion": "b"}': "the prompt is empty",
     b'{"prompt": "a", "completion": " "}': "the completion is empty: there is nothing to learn",
     b'{"prompt": "a", "completion": ["x"]}': "the completion must be text or a list of one message, found a list of 1",
-    b'{"prompt": "\xff", "completion": "b"}': "no UTF-8 text",
+    b'{"prompt": "\xff", "completion": "b"}': "not UTF-8 text",
 }
 
 

@@ -92,7 +92,7 @@ def test_parquet_and_a_folder_of_datasets(tmp_path: Path) -> None:
             '{"messages": [{"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]}\n',
             r"a\.jsonl:1: the last message is user's",
         ),
-        ("a.parquet", "no parquet", r"a\.parquet is not a parquet file"),
+        ("a.parquet", "no parquet", r"a\.parquet cannot be read as a parquet file"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -165,7 +165,7 @@ def test_a_comma_outside_quotes_is_an_error_not_a_shorter_answer(tmp_path: Path)
 def test_a_spreadsheet_is_not_read_as_lines(tmp_path: Path) -> None:
     (tmp_path / "rows.xlsx").write_bytes(b"PK\x03\x04\x00\x00")
 
-    with pytest.raises(ConfigError, match=r"rows\.xlsx is not text in UTF-8"):
+    with pytest.raises(UsageError, match=r"rows\.xlsx is not text in UTF-8"):
         read_file(tmp_path / "rows.xlsx")
 
 
@@ -190,3 +190,101 @@ def test_rows_left_out_are_listed_and_rows_without_a_prompt_are_not_scored(
     said = capsys.readouterr().out
     assert "No held-out row has a prompt, so no answer was scored." in said
     assert "accuracy" not in said
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": None, "completion": "a"}, "the prompt is empty"),
+        ({"instruction": None, "input": "", "output": "a"}, "the prompt is empty"),
+        ({"instruction": "q", "input": ["a"], "output": "a"}, "instruction and input must be text, found list"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [{}]}]}, "calls tools, which cannot be learned here"),
+        ({"messages": [CHAT[0], {"text": "three"}]}, "a message needs `role` and `content`"),
+    ],
+)
+def test_a_row_without_an_answer_to_a_prompt_is_named(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_row(row)
+
+
+def test_messages_may_be_named_either_way_and_keep_what_else_they_have() -> None:
+    given = [{"from": "human", "value": "?"}, {"role": "tool", "content": "3", "name": "count", "id": None}]
+    row = {"messages": [*given, {"from": "gpt", "value": "three"}]}
+
+    wanted = ({"role": "user", "content": "?"}, {"role": "tool", "content": "3", "name": "count"})
+    assert parse_row(row) == Example(wanted, "three")
+    assert parse_row({"conversations": CHAT}) == Example((CHAT[0],), "three")
+
+
+def test_without_a_part_called_train_none_is_chosen(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_list(PAIRS)
+    datasets.DatasetDict({"test": made, "validation": made}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "a.json").write_text(json.dumps({"test": PAIRS, "validation": PAIRS}))
+
+    for name in ("saved", "a.json"):
+        with pytest.raises(ConfigError, match="has the parts test, validation, and none is called train"):
+            read_file(tmp_path / name)
+    (tmp_path / "a.json").write_text(json.dumps({"test": PAIRS[:1], "train": PAIRS, "tags": ["x"]}))
+    assert read_file(tmp_path / "a.json") == WANTED
+
+
+def test_a_damaged_folder_of_datasets_is_named_with_its_row(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(PAIRS * 900).save_to_disk(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    content = file.read_bytes()
+    middle = len(content) // 2
+    file.write_bytes(content[:middle] + b"\xff" * 200 + content[middle + 200 :])
+
+    with pytest.raises(ConfigError, match=r"saved: row \d+ cannot be read: .* The file is damaged"):
+        read_file(tmp_path / "saved", [])
+
+
+def test_if_no_row_can_be_used_the_first_faults_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("Question,Answer\n?,three\n")
+
+    with pytest.raises(ConfigError, match=r"has no row that can be used: .*a\.csv:2: no .*it has Question, Answer"):
+        read_file(tmp_path / "a.csv", [])
+
+
+def test_a_quote_that_is_not_closed_takes_no_other_rows_with_it(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,completion\na?,b\nc?,"d\ne?,f\n')
+
+    with pytest.raises(ConfigError, match=r"a\.csv:3: unexpected end of data, in lines 3 to 4"):
+        read_file(tmp_path / "a.csv")
+
+
+def test_prompts_are_read_from_the_same_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(PAIRS).save_to_disk(tmp_path / "saved")
+    (tmp_path / "A.JSONL").write_text('{"prompt": "a?"}\n{"prompt": "d?"}\n')
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa?\r\n\r\nd?\r\n")
+
+    for name in ("saved", "A.JSONL", "a.txt"):
+        assert [example.prompt for example in read_prompts(tmp_path / name)] == ["a?", "d?"]
+    (tmp_path / "a.txt").write_bytes(b"a?\n\xfc?\n")
+    with pytest.raises(ConfigError, match=r"a\.txt:2: not UTF-8 text"):
+        read_prompts(tmp_path / "a.txt")
+
+
+def test_a_merged_model_computes_what_model_and_lora_compute(tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from steadygrad_recipes.sft.model import load_trained
+
+    small = ["--tiny.width", "16", "--tiny.num-layers", "1", "--num-synthetic", "40", "--max-steps", "3"]
+    run = ["--learning-rate", "0.1", "--num-answers", "1", "--use-cpu", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "sft", *small, *run, "--merge"]) == 0
+    tokens = torch.arange(12)[None]
+
+    with_lora, _ = load_trained(tmp_path / "run" / "model", SftConfig(), tmp_path / "run")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "base")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged")
+
+    wanted = with_lora.eval()(input_ids=tokens).logits
+    found = merged.eval()(input_ids=tokens).logits
+    # One matrix is rounded once, its two parts are multiplied one after the other
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert (base.eval()(input_ids=tokens).logits - wanted).abs().max() > 0.1
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "merged").eos_token

@@ -39,8 +39,9 @@ def new(context: click.Context, name: str, into: str | None) -> None:
       cd my_training
       python -m my_training --quick
     """
-    check_name(name)
     folder = Path(name if into is None else into)
+    require_free(folder)
+    check_name(name)
     write_project(name, folder)
     console = Console()
     console.say(f"Wrote {folder}. To run it:", "bold")
@@ -60,11 +61,14 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} is the name of an existing package, which it would hide. Choose another.")
 
 
+def require_free(folder: Path) -> None:
+    """Raise UsageError for a folder with something in it, or a file of that name."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is not empty. Choose another name, or another folder with --into.")
+
+
 def write_project(name: str, folder: Path) -> None:
     """Write every file of the template."""
-    # Checked once for all files, before the first one is written
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists and is not empty. Choose another name, or another folder with --into.")
     _write(files("steadygrad.cli") / "template", folder, name)
 
 

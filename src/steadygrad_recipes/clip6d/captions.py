@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import UsageError
+from steadygrad_recipes.tables import parse_json
 
 FORMAT = 'COCO\'s: {"images": [{"id", "file_name"}], "annotations": [{"id", "image_id", "caption"}]}'
 
@@ -57,13 +58,13 @@ def read_samples(
             f"there is no folder {folder} (field data). Give a folder that holds captions_<language>.json files, "
             "or leave data out to train on a set that is made."
         )
+    files = _find_files(folder, languages)
     if needs_images and not images.is_dir():
         raise UsageError(
             f"there is no folder of images at {images} (field images). Give its path, or take image out of modalities."
         )
     samples: dict[int, Sample] = {}
     left_out: list[LeftOut] = []
-    files = _find_files(folder, languages)
     for language, path in files.items():
         _read_file(path, language, images if needs_images else None, samples, left_out)
     return [samples[key] for key in sorted(samples)], left_out
@@ -75,7 +76,12 @@ def _find_files(folder: Path, languages: Sequence[str]) -> dict[str, Path]:
     missing = [language for language in languages if language not in there]
     if missing or not there:
         names = ", ".join(f"captions_{language}.json" for language in missing) or "any captions_<language>.json"
-        have = f"it has captions in {', '.join(there)}" if there else "it has no captions_*.json at all"
+        holds = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        have = (
+            f"it has captions in {', '.join(there)}"
+            if there
+            else f"it has no .tar or .parquet shards either; it holds {holds}"
+        )
         raise UsageError(f"{folder} lacks {names}; {have}. Add the file, or choose other modalities.")
     return {language: there[language] for language in languages} or there
 
@@ -98,7 +104,7 @@ def _read_file(
         # The other languages' files name the same image: the first one's sample is completed
         sample = samples.setdefault(row["id"], Sample(row["id"]))
         if images is not None and sample.image is None:
-            sample.image = _find_image(images, row["file_name"])
+            sample.image = find_image(images, row["file_name"])
             if sample.image is None:
                 leave_out(row, f"the image is not in {images}")
     for row in content["annotations"]:
@@ -111,9 +117,9 @@ def _read_file(
 
 def _load(path: Path) -> dict[str, list[Any]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not JSON in UTF-8: {error}. The format is {FORMAT}.") from None
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is {error}. The format is {FORMAT}.") from None
     lists = [isinstance(content, dict) and isinstance(content.get(key), list) for key in ("images", "annotations")]
     if not all(lists):
         keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
@@ -139,7 +145,7 @@ def _find_caption_fault(row: Any, known: set[int]) -> str | None:
     return None if row["caption"].strip() else "the caption is empty"
 
 
-def _find_image(folder: Path, name: str) -> Path | None:
+def find_image(folder: Path, name: str) -> Path | None:
     """Return the file if it is inside the folder; a name that leads outside is not followed."""
     path = folder / name
     inside = path.resolve().is_relative_to(folder.resolve())  # both resolved: the folder may itself be a link

@@ -24,6 +24,7 @@ from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad.trainer.ranks import count_ranks, find_rank
 from steadygrad.view.progress import track
+from steadygrad.words import spell_count
 from steadygrad_recipes.clip6d.captions import LeftOut, Sample, read_samples
 from steadygrad_recipes.clip6d.config import (
     IMAGE,
@@ -69,22 +70,23 @@ def read_corpus(config: Clip6dConfig, folder: Path) -> Corpus:
         samples, vectors, left_out = read_shards(shards, languages, needs_images=needs_images)
     else:
         samples, left_out = read_samples(folder, languages, folder / config.images, needs_images=needs_images)
-        vectors = _read_vectors(folder, left_out) if needs_vectors else {}
+        vectors = _read_vectors(folder, {sample.id for sample in samples}, left_out) if needs_vectors else {}
     kept = []
     for sample in samples:
         having = [name for name in config.modalities if has_modality(sample, name, vectors)]
         if len(having) >= 2:
             kept.append(sample)
         else:
-            reason = f"it has {' and '.join(having) or 'none'} of the modalities; at least two are needed"
+            reason = f"of the modalities it has {' and '.join(having) or 'none'}, and two are needed"
             left_out.append(LeftOut(*sample.origin, reason))
     train, val = _split(kept, config.val_share, config.seed)
     needed = config.batch_size * count_ranks()
     if len(train) < needed or len(val) < 2:
+        first = "; ".join(f"{one.file}, {one.row[:40]}: {one.reason}" for one in left_out[:3])
+        reasons = f" {spell_count(len(left_out), 'row')} left out, such as {first}." if left_out else ""
         raise UsageError(
-            f"{folder} has {len(train)} samples for training and {len(val)} for validation that can be used "
-            f"({len(left_out)} rows were left out); a step needs {needed}. "
-            "Lower batch_size, change val_share, or look at the rows that were left out."
+            f"{folder} has {len(train)} samples for training, of which a step needs {needed}, and {len(val)} for "
+            f"validation.{reasons} Lower batch_size, change val_share, or give more."
         )
     return Corpus(train, val, vectors, left_out)
 
@@ -107,7 +109,7 @@ def _split(samples: list[Sample], val_share: float, seed: int) -> tuple[list[Sam
     return sorted(order[num_val:], key=lambda s: s.id), sorted(order[:num_val], key=lambda s: s.id)
 
 
-def _read_vectors(folder: Path, left_out: list[LeftOut]) -> dict[int, Tensor]:
+def _read_vectors(folder: Path, known: set[int], left_out: list[LeftOut]) -> dict[int, Tensor]:
     """Read vectors.safetensors or vectors.npz: `ids` [N] and `vectors` [N, D]."""
     path = next(
         (folder / f"vectors.{end}" for end in ("safetensors", "npz") if (folder / f"vectors.{end}").is_file()), None
@@ -119,14 +121,20 @@ def _read_vectors(folder: Path, left_out: list[LeftOut]) -> dict[int, Tensor]:
     if not {"ids", "vectors"} <= set(content):
         raise UsageError(f"{path} has {', '.join(content) or 'nothing'}, not ids and vectors. {advice}")
     ids, vectors = content["ids"], content["vectors"].float()
-    if ids.dim() != 1 or vectors.dim() != 2 or len(ids) != len(vectors):
-        raise UsageError(f"{path}: ids {list(ids.shape)} and vectors {list(vectors.shape)} do not fit. {advice}")
+    is_whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype is not torch.bool
+    if ids.dim() != 1 or vectors.dim() != 2 or len(ids) != len(vectors) or not is_whole or not vectors.numel():
+        raise UsageError(
+            f"{path}: ids {list(ids.shape)} of {ids.dtype} and vectors {list(vectors.shape)} do not fit. {advice}"
+        )
     found: dict[int, Tensor] = {}
-    for key, vector in zip(ids.tolist(), vectors):
-        if bool(vector.isfinite().all()):
-            found[int(key)] = vector
+    for key, vector, is_finite in zip(ids.tolist(), vectors, vectors.isfinite().all(1).tolist()):
+        reason = "" if is_finite else "the vector is not finite"
+        reason = reason or ("" if key in known else "no image has this id")
+        reason = reason or ("the id is there twice" if key in found else "")
+        if reason:
+            left_out.append(LeftOut(path.name, f"id {key}", reason))
         else:
-            left_out.append(LeftOut(path.name, f"id {key}", "the vector is not finite"))
+            found[key] = vector
     return found
 
 
@@ -143,7 +151,7 @@ def _load_arrays(path: Path) -> dict[str, Tensor]:
     try:
         with numpy.load(path, allow_pickle=False) as arrays:  # a pickle would run code
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (ValueError, OSError) as error:
+    except Exception as error:  # numpy's parsers of headers and of zip files raise many kinds
         raise UsageError(f"{path} is not an npz file of plain arrays: {error}. Write it with numpy.savez.") from None
 
 
@@ -185,7 +193,12 @@ def read_image(place: Any, side: int, name: str | None = None) -> Tensor | None:
     try:
         with images.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
             whole = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for a damaged file
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        images.DecompressionBombError,
+    ) as error:  # what Pillow raises for a damaged file
         # Pillow names the object that it was given, which says nothing about one in memory
         reason = "Pillow knows no such format" if isinstance(content, bytes) and "BytesIO" in str(error) else str(error)
         _warn_unreadable(str(place) if name is None else name, reason)
@@ -200,7 +213,7 @@ def read_image(place: Any, side: int, name: str | None = None) -> Tensor | None:
 @functools.cache
 def _warn_unreadable(path: str, reason: str) -> None:
     """Warn once per file, not once per epoch."""
-    logger.warning("%s cannot be read (%s); the sample is used without its image.", path, reason)
+    logger.warning("%s cannot be read (%s); this image is left out.", path, reason)
 
 
 def encode_captions(texts: Sequence[str], model: ModelConfig) -> Tensor:

@@ -24,7 +24,7 @@ from steadygrad.trainer.ranks import count_ranks, is_first
 from steadygrad.trainer.stages import shape_rate
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, ModelConfig
 from steadygrad_recipes.clip6d.encoders import ImageEncoder, TextEncoder, VectorEncoder, pad_tokens
-from steadygrad_recipes.clip6d.pretrained import GAP, open_encoders
+from steadygrad_recipes.clip6d.pretrained import GAP, open_encoders, require_tokenizer
 from steadygrad_recipes.clip6d.retrieval import measure_recall
 from steadygrad_recipes.clip6d.tokens import FILL
 
@@ -101,6 +101,8 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
             self.image_encoder = ImageEncoder(model) if trained is None else trained[0]
         if self.texts:
             self.text_encoder = TextEncoder(model) if trained is None else trained[1]
+        if self.texts and trained is not None:
+            require_tokenizer(model, trained[1])
         if VECTOR in self.modalities:
             self.vector_encoder = VectorEncoder(vector_dim, model)
 

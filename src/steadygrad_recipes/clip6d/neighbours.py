@@ -12,6 +12,7 @@ from torch import Tensor
 
 from steadygrad.errors import UsageError
 from steadygrad.trainer.files import load_trained
+from steadygrad_recipes.clip6d import shards
 from steadygrad_recipes.clip6d.captions import Sample
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, split_modality
 from steadygrad_recipes.clip6d.data import (
@@ -26,7 +27,7 @@ from steadygrad_recipes.clip6d.data import (
 from steadygrad_recipes.clip6d.fit import build_module, find_folder
 from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
 
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+PICTURES = tuple(f".{ending}" for ending in shards.PICTURES)
 """A query with one of these suffixes is a file, not a text."""
 SHOWN = 3
 """Number of neighbours printed for each modality."""
@@ -78,11 +79,11 @@ def print_zero_shot(module: EnhancedLightningCLIPModule, folder: Path, config: C
             raise UsageError(
                 f"{folder / name} has no picture that can be read, of {len(files)}. Replace them, or remove the folder."
             )
-        images = torch.stack(pixels)
-        found = (F.normalize(module.image_encoder(images), dim=-1) @ texts.mT).argmax(1)
+        batches = torch.stack(pixels).split(config.batch_size)  # a class of all pictures at once may not fit
+        found = torch.cat([F.normalize(module.image_encoder(batch), dim=-1) @ texts.mT for batch in batches]).argmax(1)
         hits = int((found == index).sum())
-        right, total = right + hits, total + len(images)
-        console.say(f"  {name}  {hits} of {len(images)}")
+        right, total = right + hits, total + len(pixels)
+        console.say(f"  {name}  {hits} of {len(pixels)}")
     console.say(f"Zero-shot accuracy {right / total:.3f}, by chance {1 / len(classes):.3f}", "bold")
     return 0
 
@@ -123,8 +124,8 @@ def encode_samples(
 
 
 def describe_sample(sample: Sample, name: str) -> str:
-    """Return the caption, or the image's file name."""
+    """Return the caption, or the image's file name, or its place in a shard."""
     if name == IMAGE:
-        return str(getattr(sample.image, "name", f"image {sample.id}"))
+        return ", ".join(sample.origin) if sample.shard else str(sample.image.name)
     language, number = split_modality(name)
     return sample.captions[language][(number or 1) - 1]

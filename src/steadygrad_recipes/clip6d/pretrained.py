@@ -115,6 +115,21 @@ def open_tokenizer(folder: str) -> Any:
         raise ConfigError(f"model.pretrained: {folder} has no tokenizer: {reason}. Save it there too.") from None
 
 
+def require_tokenizer(config: ModelConfig, text: ClipText) -> None:
+    """Raise ConfigError unless the tokenizer in the folder is that of the text model."""
+    tokenizer, model = open_tokenizer(str(config.pretrained)), text.model.config
+    problem = ""
+    if len(tokenizer) > model.vocab_size:
+        problem = f"has {len(tokenizer)} tokens, and its text model {model.vocab_size}"
+    # By this id the model finds the end of a text; with 2, as the first published ones have it, by the largest id
+    elif tokenizer.eos_token_id != model.eos_token_id != 2:
+        problem = f"ends texts with {tokenizer.eos_token_id}, and its text model with {model.eos_token_id}"
+    if problem:
+        raise ConfigError(
+            f"model.pretrained: the tokenizer in {config.pretrained} {problem}. Save the model's own there."
+        )
+
+
 def encode_texts(texts: Sequence[str], folder: str, context: int) -> Tensor:
     """Return [B, T] of ids for the longest of them, cut at `context`; each ends with the tokenizer's end."""
     tokenizer = open_tokenizer(folder)

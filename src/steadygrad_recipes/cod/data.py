@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from steadygrad.errors import UsageError
 from steadygrad_recipes.cod.config import CodConfig
-from steadygrad_recipes.cod.folder import Pair, Split, find_split, import_pillow, require_usable
+from steadygrad_recipes.cod.folder import Pair, Split, find_split, import_pillow, require_usable, spell_error
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -113,12 +113,14 @@ def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
     pillow = import_pillow("reading pictures")
     try:
         with pillow.open(path) as picture:
+            if mode == "L" and picture.has_transparency_data:  # else what is transparent counts by its hidden colour
+                picture = pillow.alpha_composite(pillow.new("RGBA", picture.size, "black"), picture.convert("RGBA"))
             # Nearest for masks: a blend of 0 and 1 would be neither
             way = pillow.Resampling.BILINEAR if smooth else pillow.Resampling.NEAREST
             scaled = picture.convert(mode).resize((size, size), way)
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
         raise UsageError(
-            f"{path} cannot be read as a picture ({type(error).__name__}). Fix the file, or leave it out; a "
+            f"{path} cannot be read as a picture ({spell_error(error)}). Fix the file, or leave it out; a "
             "training that it ended continues with --resume."
         ) from None
     pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8).float() / 255

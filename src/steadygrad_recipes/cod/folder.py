@@ -16,12 +16,17 @@ from typing import Any
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 
-SPLITS = {"train": ("Train", "TrainDataset", "train"), "test": ("Test", "TestDataset", "TestDataset/COD10K", "test")}
+SETS = ("COD10K", "CAMO", "NC4K", "CHAMELEON")
+"""Sets of the field that lie beside each other in one TestDataset; the first that is there is used."""
+SPLITS = {
+    "train": ("Train", "TrainDataset", "train"),
+    "test": ("Test", "TestDataset", *(f"TestDataset/{name}" for name in SETS), "test", "Val", "val"),
+}
 IMAGES = ("Image", "Imgs", "Images", "images", "imgs", "image")
 MASKS = ("GT_Object", "GT", "gt", "masks", "Masks", "mask")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
-"""Format -> what ends a complete file."""
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
+LEFT_BY_SYSTEMS = ("Thumbs.db", "desktop.ini")
+JPEG_END = b"\xff\xd9"
 NONCAM = "COD10K-NonCAM"
 MAX_SHOWN = 5
 
@@ -43,6 +48,8 @@ class Split:
     """Files that cannot be used, each with its reason."""
     num_noncam: int = 0
     """Images left out because they show no hidden object."""
+    images: Path | None = None
+    """The folder of the images."""
 
 
 def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> Split:
@@ -78,7 +85,7 @@ def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> 
             bad.append(f"{image.name}: {problem}")
         else:
             pairs.append(Pair(image, mask))
-    return Split(tuple(pairs), tuple(bad), num_noncam)
+    return Split(tuple(pairs), tuple(bad), num_noncam, images)
 
 
 def require_usable(split: Split, root: str | Path, name: str, *, skip_bad: bool) -> None:
@@ -118,6 +125,8 @@ def _find_folders(root: Path, name: str) -> tuple[Path, Path, int]:
             for masks in MASKS:
                 if (root / split / images).is_dir() and (root / split / masks).is_dir():  # COD10K
                     return root / split / images, root / split / masks, 0
+                if (root / images / split).is_dir() and (root / masks / split).is_dir():
+                    return root / images / split, root / masks / split, 0
                 if (root / images / split).is_dir() and (root / masks).is_dir():  # CAMO
                     return root / images / split, root / masks, 0
     for images in IMAGES:
@@ -137,7 +146,7 @@ def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
     found: dict[str, Path] = {}
     odd: list[str] = []
     for file in sorted(folder.iterdir()):
-        if file.is_dir() or file.name.startswith(".") or file.name == "Thumbs.db":
+        if file.is_dir() or file.name.startswith(".") or file.name in LEFT_BY_SYSTEMS:
             continue
         if file.suffix.lower() not in SUFFIXES:
             odd.append(f"{file.name}: not a picture by its name")
@@ -149,28 +158,34 @@ def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _check_pair(image: Path, mask: Path | None) -> str:
-    """Return what is wrong with the pair, judging by the headers and ends of its files; empty when nothing is."""
+    """Return what is wrong with the pair, without decoding it; empty when nothing is."""
+    pillow = import_pillow("reading pictures")
     sizes = []
     for what, file in (("image", image), ("mask", mask)):
         if file is None:
             continue
         try:
-            with import_pillow("reading pictures").open(file) as picture:
+            with pillow.open(file) as picture:
                 sizes.append(picture.size)
-                if not _has_end(file, picture.format):
+                if picture.format == "PNG":
+                    picture.verify()  # the checksums of all its parts
+                elif not (picture.format == "JPEG" and _has_end(file)):
                     picture.load()  # may be whole all the same, with something appended
-        except (OSError, ValueError, SyntaxError) as error:
-            reason = str(error) if type(error) is OSError else type(error).__name__  # others repeat the whole path
-            return f"its {what} is not a readable picture ({reason})"
+        except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+            return f"its {what} is not a readable picture ({spell_error(error)})"
     return f"image is {_spell(sizes[0])} and mask {_spell(sizes[1])}" if len(set(sizes)) > 1 else ""
 
 
-def _has_end(file: Path, format: str | None) -> bool:
-    """Return whether the last bytes hold the mark that ends such a file: a truncated one has a good header."""
-    mark = ENDS.get(format or "")
+def spell_error(error: Exception) -> str:
+    """Return why a picture cannot be read; a subclass of OSError only repeats its path."""
+    return type(error).__name__ if isinstance(error, OSError) and type(error) is not OSError else str(error)
+
+
+def _has_end(file: Path) -> bool:
+    """Return whether the last bytes hold the mark that ends a JPEG: a truncated one has a good header."""
     with file.open("rb") as content:
         content.seek(-min(64, file.stat().st_size), os.SEEK_END)
-        return mark is not None and mark in content.read()
+        return JPEG_END in content.read()
 
 
 def _spell(size: tuple[int, int]) -> str:

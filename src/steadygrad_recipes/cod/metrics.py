@@ -120,29 +120,33 @@ def measure_weighted_f(p: Tensor, y: Tensor) -> float:
 def find_nearest(y: Tensor) -> tuple[Tensor, Tensor]:
     """Return each pixel's distance to the nearest pixel of the object, and that one's flat index; both [H, W]."""
     height, width = y.shape
-    rows, columns = torch.arange(height), torch.arange(width)
-    far = float((height + width) ** 2)  # more than any squared distance in the image
-    gaps = (rows[:, None] - rows[None, :]).square().double()  # [H, H]
-    best = torch.empty(height, width, dtype=torch.float64)
-    row = torch.empty(height, width, dtype=torch.long)
-    for column in range(width):  # the nearest within each column first, then over the columns
-        there = gaps + torch.where(y[:, column], 0.0, far)[None, :]
-        best[:, column], row[:, column] = there.min(1)
-    steps = (columns[:, None] - columns[None, :]).square().double()  # [W, W]
-    distance = torch.empty(height, width, dtype=torch.float64)
+    held = y.any(0).nonzero()[:, 0]  # [C], the columns that the object touches
+    # A squared distance and the column that it leads to make one whole number, so that one minimum finds both
+    dtype = torch.int32 if (height**2 + width**2 + 1) * width < 2**31 else torch.int64
+    rows, columns = torch.arange(height, dtype=dtype)[:, None], torch.arange(width, dtype=dtype)
+    far = 2 * height  # more than any distance within a column
+    above = torch.where(y[:, held], rows, -far).cummax(0).values
+    below = torch.where(y[:, held], rows, far).flip(0).cummin(0).values.flip(0)
+    row = torch.where(rows - above <= below - rows, above, below)  # [H, C], the nearest within each column
+    keys = (rows - row).square() * width + columns[held]
+    steps = (columns[:, None] - columns[held]).square() * width  # [W, C]
+    best = torch.stack([(line + steps).amin(1) for line in keys])  # line by line: [H, W, C] is large
+    column = (best % width).long()
     nearest = torch.empty(height, width, dtype=torch.long)
-    for line in range(height):
-        distance[line], column_of = (best[line][None, :] + steps).min(1)
-        nearest[line] = row[line, column_of] * width + column_of
-    return distance.sqrt(), nearest
+    nearest[:, held] = row.long() * width
+    return (best // width).double().sqrt(), nearest.gather(1, column) + column
 
 
 def _blur(values: Tensor) -> Tensor:
     """Apply the paper's Gaussian: 7 x 7, sigma 5, zeros around the image."""
-    reach = torch.arange(-3, 4, dtype=torch.float64)
-    line = torch.exp(-reach.square() / 50)
-    kernel = line[:, None] * line[None, :]
-    return F.conv2d(values[None, None], (kernel / kernel.sum())[None, None], padding=3)[0, 0]
+    line = torch.exp(-torch.arange(-3, 4, dtype=torch.float64).square() / 50)
+    weights = (line / line.sum()).tolist()
+    height, width = values.shape
+    # A Gaussian is a product: along columns, then along rows. Sums, since a convolution in float64 is slow on a CPU
+    padded = F.pad(values, (3, 3, 3, 3))
+    zero = torch.zeros((), dtype=torch.float64)
+    down = sum((weight * padded[i : i + height] for i, weight in enumerate(weights)), zero)
+    return sum((weight * down[:, i : i + width] for i, weight in enumerate(weights)), zero)
 
 
 def measure_alignment(p: Tensor, y: Tensor) -> float:

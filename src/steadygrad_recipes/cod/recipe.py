@@ -104,6 +104,7 @@ def _print_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir
     made = "" if splits else " They are made here: no dataset_path was given."
     console.say(f"{num_train} images to train on, {num_test} to evaluate on.{made}")
     for name, split in splits.items():
+        console.say(f"{name}: {split.images}")
         if split.num_noncam:
             console.say(f"{name}: {split.num_noncam} NonCAM images are not used (--include-noncam true uses them).")
     bad = [f"{name}: {reason}" for name, split in splits.items() for reason in split.bad]

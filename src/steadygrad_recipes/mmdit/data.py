@@ -2,15 +2,14 @@
 
 Every row is checked once, when it is read: ids inside the vocabulary, at least one word, finite latents. A row that
 fails is named with its file and number, never lost silently. Files are read as tensors only: nothing in them is run.
-Rows are held in memory, in the dtype they were stored in; latents of .npy files stay on the disk, and are checked and
-measured block by block.
+Tokens are held in memory. Latents keep the dtype they were stored in; those of .safetensors and .npy files stay on the
+disk, and are checked and measured block by block.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,21 @@ from steadygrad_recipes.mmdit.model import Shapes
 from steadygrad_recipes.mmdit.texts import (
     LATENTS,
     MAX_SHOWN,
+    TOKENS,
     MappedRows,
     list_words,
     open_tokenizer,
     read_pair,
     read_texts,
 )
+from steadygrad_recipes.tables import parse_json
 
-MAPPED = (LATENTS, ".jsonl")
-"""Endings of files whose latents are memory-mapped."""
-ENDINGS = (".safetensors", ".npz", *MAPPED)
+ENDINGS = (".safetensors", ".npz", ".jsonl", LATENTS)
 FORMAT = "tokens [N, L] of whole numbers, latents [N, D] or [N, T, D], and perhaps mask [N, L]"
 BLOCK = 4096
 """Number of rows whose latents are looked at together."""
+MOST_IDS = 10_000_000
+"""Largest vocabulary that the ids of files may suggest; above it they are probably not ids."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,22 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 @dataclass(frozen=True)
+class Part:
+    """One file."""
+
+    path: Path
+    rows: Rows
+    lines: Sequence[int] = ()
+    """The line of each row, where they have one."""
+    faults: Mapping[int, str] = field(default_factory=dict)
+    """Row -> why it could not be read."""
+
+    def name_row(self, number: int) -> str:
+        """Return the row's place: editors count the lines of a text from 1, and arrays their rows from 0."""
+        return f"{self.path.name} line {self.lines[number]}" if self.lines else f"{self.path.name} row {number}"
+
+
+@dataclass(frozen=True)
 class Corpus:
     """The data of a training."""
 
@@ -110,21 +127,18 @@ def read_corpus(config: DataConfig) -> Corpus:
     vocab = _read_vocab(folder / "vocab.json") if tokenizer is None else list_words(tokenizer)
     inner = [folder / name for name in ("train", "val")]
     has_split = all(one.is_dir() for one in inner)
-    notes: list[str] = []
-    parts = [_read_folder(one, config, tokenizer, notes) for one in (inner if has_split else [folder])]
-    size = config.vocab_size or (len(vocab) if vocab else _count_ids(rows for part in parts for _, rows in part))
+    notes = _note_unread(folder, inner) if has_split else []
+    groups = _pad_texts([_read_folder(one, config, tokenizer, notes) for one in (inner if has_split else [folder])])
+    parts = [part for group in groups for part in group]
+    _require_alike(parts)
+    size = config.vocab_size or (len(vocab) if vocab else _count_ids(parts))
     left_out: list[str] = []
-    checked = [_check_rows(part, size, notes, left_out, skip=config.skip_bad_rows) for part in parts]
+    checked = [_check_rows(group, size, notes, left_out, skip=config.skip_bad_rows) for group in groups]
     train, val = checked if has_split else _split(checked[0], config.val_fraction, folder)
-    if train.tokens.shape[1:] != val.tokens.shape[1:] or train.latents.shape[1:] != val.latents.shape[1:]:
-        raise UsageError(
-            f"rows of train and val differ: tokens {list(train.tokens.shape[1:])} and {list(val.tokens.shape[1:])}, "
-            f"latents {list(train.latents.shape[1:])} and {list(val.latents.shape[1:])}, in {folder}. Make them alike."
-        )
     return Corpus(train, val, size, vocab, tuple(notes), tuple(left_out))
 
 
-def _read_folder(folder: Path, config: DataConfig, tokenizer: Any, notes: list[str]) -> list[tuple[Path, Rows]]:
+def _read_folder(folder: Path, config: DataConfig, tokenizer: Any, notes: list[str]) -> list[Part]:
     files = sorted(path for path in folder.iterdir() if path.name.endswith(ENDINGS))
     if not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) or "nothing"
@@ -132,36 +146,64 @@ def _read_folder(folder: Path, config: DataConfig, tokenizer: Any, notes: list[s
             f"there is no .safetensors, .npz, .npy or .jsonl file in {folder}, it holds {found}. "
             f"Put files there, each with {FORMAT}."
         )
-    parts = _pad_texts([(path, _read_file(path, config, tokenizer, notes)) for path in files])
-    first = parts[0][1]
-    for path, rows in parts:
-        ours, theirs = ((r.tokens.shape[1], *r.latents.shape[1:]) for r in (rows, first))
+    beside = {path.with_suffix(".npy") for path in files if path.suffix == ".jsonl"}
+    beside |= {path.with_name(path.name.replace(LATENTS, TOKENS)) for path in files if path.name.endswith(LATENTS)}
+    notes += _note_unread(folder, [*files, *beside])
+    return [_read_file(path, config, tokenizer, notes) for path in files]
+
+
+def _note_unread(folder: Path, read: Iterable[Path]) -> list[str]:
+    """Return a line that names what else is in the folder; empty if nothing is."""
+    known = {path.name for path in read} | {"vocab.json"}
+    names = sorted(path.name for path in folder.iterdir() if path.name not in known and not path.name.startswith("."))
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return [f"not read, in {folder}: {', '.join(names[:MAX_SHOWN])}{more}"] if names else []
+
+
+def _require_alike(parts: Sequence[Part]) -> None:
+    """Raise UsageError if the rows of two files have different shapes."""
+    first, *others = parts
+    for part in others:
+        ours, theirs = ([one.rows.tokens.shape[1], *one.rows.latents.shape[1:]] for one in (part, first))
         if ours != theirs:
             raise UsageError(
-                f"{path} has rows of [L, T, D] = {list(ours)}, {parts[0][0].name} has {list(theirs)}. "
+                f"{part.path} has rows of [L, T, D] = {ours}, {first.path.name} has {theirs}. "
                 "Pad the texts to one length, and write latents of one shape."
             )
-    return parts
 
 
-def _pad_texts(parts: list[tuple[Path, Rows]]) -> list[tuple[Path, Rows]]:
+def _pad_texts(groups: list[list[Part]]) -> list[list[Part]]:
     """Give the texts of .jsonl files one length; other files say their own."""
-    longest = max(rows.tokens.shape[1] for _, rows in parts)
+    longest = max(part.rows.tokens.shape[1] for group in groups for part in group)
 
-    def pad(rows: Rows) -> Rows:
-        more = (0, longest - rows.tokens.shape[1])
-        return Rows(F.pad(rows.tokens, more), F.pad(rows.mask, more), rows.latents)
+    def pad(part: Part) -> Part:
+        rows, more = part.rows, (0, longest - part.rows.tokens.shape[1])
+        return replace(part, rows=Rows(F.pad(rows.tokens, more), F.pad(rows.mask, more), rows.latents))
 
-    return [(path, pad(rows) if path.suffix == ".jsonl" else rows) for path, rows in parts]
+    return [[pad(part) if part.path.suffix == ".jsonl" else part for part in group] for group in groups]
 
 
-def _read_file(path: Path, config: DataConfig, tokenizer: Any, notes: list[str]) -> Rows:
-    arrays = _read_arrays(path, config, tokenizer, notes)
+def _read_file(path: Path, config: DataConfig, tokenizer: Any, notes: list[str]) -> Part:
+    if path.suffix != ".jsonl":
+        return Part(path, _make_rows(path, _read_arrays(path), config))
+    if tokenizer is None:
+        raise UsageError(f"{path} holds texts, and there is no tokenizer for them. Give --data.tokenizer FOLDER.")
+    texts = read_texts(path, tokenizer, config.max_text)
+    if texts.num_cut:
+        notes.append(
+            f"{texts.num_cut} of {len(texts.lines)} texts in {path} are cut at {config.max_text} tokens: data.max_text"
+        )
+    return Part(path, _make_rows(path, texts.arrays, config), texts.lines, texts.faults)
+
+
+def _make_rows(path: Path, arrays: dict[str, Tensor], config: DataConfig) -> Rows:
     missing = [name for name in ("tokens", "latents") if name not in arrays]
     if missing:
         names = ", ".join(sorted(arrays)) or "nothing"
         raise UsageError(f"{path} has no {' and no '.join(missing)}, it holds {names}. Write {FORMAT}.")
     tokens, latents = arrays["tokens"], arrays["latents"]
+    if tokens.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch can neither compare nor index with them
+        tokens = tokens.to(torch.int32 if tokens.dtype is torch.uint16 else torch.int64)
     latents = latents.unsqueeze(1) if latents.dim() == 2 else latents
     whole = not tokens.is_floating_point() and tokens.dtype is not torch.bool
     if tokens.dim() != 2 or not whole or latents.dim() != 3 or not latents.is_floating_point():
@@ -182,14 +224,10 @@ def _read_file(path: Path, config: DataConfig, tokenizer: Any, notes: list[str])
     return Rows(tokens, mask.bool(), latents)
 
 
-def _read_arrays(path: Path, config: DataConfig, tokenizer: Any, notes: list[str]) -> dict[str, Tensor]:
+def _read_arrays(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one file."""
     if path.name.endswith(LATENTS):
         return read_pair(path)
-    if path.suffix == ".jsonl":
-        if tokenizer is None:
-            raise UsageError(f"{path} holds texts, and there is no tokenizer for them. Give --data.tokenizer FOLDER.")
-        return read_texts(path, tokenizer, config.max_text, notes, skip=config.skip_bad_rows)
     try:
         if path.suffix == ".npz":
             numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
@@ -208,18 +246,25 @@ def _read_vocab(path: Path) -> tuple[str, ...] | None:
     if not path.is_file():
         return None
     try:
-        words = json.loads(path.read_text(encoding="utf-8"))
+        words = parse_json(path.read_bytes())
     except ValueError as error:
-        raise UsageError(f'{path} is not JSON: {error}. Write a list of words by id: ["the", "a"].') from None
-    if isinstance(words, dict):  # a tokenizer's vocab.json: word -> id
-        words = sorted(words, key=words.__getitem__)  # by id; gaps between ids would shift the words behind them
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise UsageError(f'{path} holds no list of words. Write one, by id: ["the", "a"].')
+        raise UsageError(f'{path} is {error}. Write a list of words by id: ["the", "a"].') from None
+    if isinstance(words, dict) and words and all(isinstance(i, int) and 0 <= i < MOST_IDS for i in words.values()):
+        by_id = {number: word for word, number in words.items()}  # a tokenizer's vocab.json: word -> id
+        words = [by_id.get(number, f"<{number}>") for number in range(max(by_id) + 1)]
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        raise UsageError(f'{path} holds no list of words. Write one, by id: ["the", "a"], or an object of word to id.')
     return tuple(words)
 
 
-def _count_ids(parts: Iterable[Rows]) -> int:
-    return max(int(rows.tokens[rows.mask].max()) if rows.mask.any() else 0 for rows in parts) + 1
+def _count_ids(parts: Sequence[Part]) -> int:
+    largest = {
+        part.path.name: int(part.rows.tokens[part.rows.mask].max()) for part in parts if bool(part.rows.mask.any())
+    }
+    name = max(largest, key=largest.__getitem__, default="")
+    if largest.get(name, 0) >= MOST_IDS:
+        raise UsageError(f"{name} has the token {largest[name]}: is that an id? Give data.vocab_size if it is.")
+    return largest.get(name, 0) + 1
 
 
 FAULTS: tuple[tuple[str, Callable[[Rows, int], Tensor]], ...] = (
@@ -240,47 +285,42 @@ def _find_latents(rows: Rows, is_bad: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
 
 
-def _check_rows(
-    parts: Sequence[tuple[Path, Rows]], vocab_size: int, notes: list[str], left_out: list[str], *, skip: bool
-) -> Rows:
+def _check_rows(parts: Sequence[Part], vocab_size: int, notes: list[str], left_out: list[str], *, skip: bool) -> Rows:
     """Return all rows that can be learned from; the others raise an error, or with `skip` are noted and listed."""
     good, refused = [], []
-    for path, rows in parts:
-        bad = torch.zeros(len(rows), dtype=torch.bool)
+    for part in parts:
+        bad = torch.zeros(len(part.rows), dtype=torch.bool)
+        bad[list(part.faults)] = True
+        refused += [f"{part.name_row(i)}: {fault}" for i, fault in part.faults.items()]
         for what, find in FAULTS:
-            found = find(rows, vocab_size) & ~bad
-            refused += [f"{_name_row(path, int(i))}: {what}" for i in found.nonzero()]
+            found = find(part.rows, vocab_size) & ~bad
+            refused += [f"{part.name_row(int(i))}: {what}" for i in found.nonzero()]
             bad |= found
         good.append(~bad)
     if refused:
         text = "; ".join(refused[:MAX_SHOWN]) + (
             f"; and {len(refused) - MAX_SHOWN} more" if len(refused) > MAX_SHOWN else ""
         )
-        count = f"{len(refused)} of {sum(len(rows) for _, rows in parts)} rows in {parts[0][0].parent}"
+        count = f"{len(refused)} of {sum(len(part.rows) for part in parts)} rows in {parts[0].path.parent}"
         if not skip:
             raise UsageError(
                 f"{count} cannot be learned from: {text}. Fix them, or leave them out: data.skip_bad_rows."
             )
         notes.append(f"left out {count}: {text}")
         left_out += refused
-    rows = _join(parts)
-    rows = rows.take(torch.cat(good)) if refused else rows
+    rows = _join(parts, torch.cat(good) if refused else None)
     tokens = torch.where(rows.mask, rows.tokens, 0)  # padding positions may hold any number, such as -100
     return Rows(tokens, rows.mask, rows.latents)
 
 
-def _name_row(path: Path, number: int) -> str:
-    # Editors count the lines of a text from 1, and arrays their rows from 0
-    return f"{path.name} line {number + 1}" if path.suffix == ".jsonl" else f"{path.name} row {number}"
-
-
-def _join(parts: Sequence[tuple[Path, Rows]]) -> Rows:
-    """Return the rows of all files; latents that are memory-mapped in one of them stay where they are."""
-    tokens, mask = (torch.cat([getattr(rows, name) for _, rows in parts]) for name in ("tokens", "mask"))
-    latents: list[Any] = [rows.latents for _, rows in parts]
-    if any(path.name.endswith(MAPPED) for path, _ in parts):
-        return Rows(tokens, mask, MappedRows(latents))
-    return Rows(tokens, mask, latents[0] if len(latents) == 1 else torch.cat(latents))
+def _join(parts: Sequence[Part], index: Tensor | None) -> Rows:
+    """Return these rows of all files; their latents stay where they are."""
+    tokens, mask = (torch.cat([getattr(part.rows, name) for part in parts]) for name in ("tokens", "mask"))
+    if index is None and len(parts) == 1:
+        return Rows(tokens, mask, parts[0].rows.latents)
+    latents: list[Any] = [part.rows.latents for part in parts]
+    rows = Rows(tokens, mask, MappedRows(latents))
+    return rows if index is None else rows.take(index)
 
 
 def _split(rows: Rows, fraction: float, folder: Path) -> tuple[Rows, Rows]:
@@ -322,50 +362,3 @@ def write_rows(path: Path, rows: Rows) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": rows.tokens, "mask": rows.mask, "latents": torch.cat(list(rows.iterate_latents()))}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-
-
-# --- generated data -----------------------------------------------------------------------------------------------
-# A small made-up corpus: sentences about coloured shapes, and latents that show the same things.
-#
-# "a small red circle with a large blue square": four latents, two for each thing (its colour and size; its shape), as
-# sums of fixed codes with a little noise. Each side says much about the other, but not everything: a model that uses
-# both beats any that counts words.
-
-
-SIZES = ("tiny", "small", "large", "huge")
-COLOURS = ("red", "green", "blue", "yellow", "black", "white", "pink", "brown")
-SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
-JOINTS = ("with", "above", "below")
-VOCAB = ("<pad>", "a", *JOINTS, *SIZES, *COLOURS, *SHAPES)
-LENGTH = 9
-NUM_LATENTS, DIM = 4, 16
-NOISE = 0.1
-
-
-def make_corpus(num_rows: int, *, seed: int = 0, val_fraction: float = 0.1) -> Corpus:
-    """Generate rows, the same for the same `seed`."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randn(len(VOCAB) + 1, DIM, generator=generator)  # the last one means: nothing there
-    picks = [_pick(group, (num_rows, 2), generator) for group in (SIZES, COLOURS, SHAPES)]  # each [N, 2]
-    joint = _pick(JOINTS, (num_rows, 1), generator)
-    has_two = torch.rand(num_rows, 1, generator=generator) < 0.7
-    article = torch.full((num_rows, 1), VOCAB.index("a"))
-    things = [torch.cat([article, *(pick[:, i : i + 1] for pick in picks)], dim=1) for i in (0, 1)]
-    tokens = torch.cat([things[0], joint, things[1]], dim=1)  # [N, 9]
-    mask = torch.cat([torch.ones(num_rows, 4, dtype=torch.bool), has_two.expand(-1, 5)], dim=1)
-    rows = Rows(torch.where(mask, tokens, 0), mask, _show(picks, has_two, codes, generator))
-    num_val = max(1, round(num_rows * val_fraction))
-    return Corpus(rows.take(slice(num_val, None)), rows.take(slice(0, num_val)), len(VOCAB), VOCAB)
-
-
-def _pick(group: tuple[str, ...], shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    first = VOCAB.index(group[0])
-    return torch.randint(first, first + len(group), shape, generator=generator)
-
-
-def _show(picks: list[Tensor], has_two: Tensor, codes: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the latents [N, 4, D] of what the sentence says."""
-    size, colour, shape = picks
-    latents = torch.stack([codes[colour] + 0.5 * codes[size], codes[shape]], dim=2)  # [N, 2 things, 2, D]
-    latents[:, 1] = torch.where(has_two.unsqueeze(-1), latents[:, 1], codes[-1])
-    return latents.flatten(1, 2) + NOISE * torch.randn(len(latents), NUM_LATENTS, DIM, generator=generator)

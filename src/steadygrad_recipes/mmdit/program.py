@@ -26,10 +26,11 @@ from steadygrad.trainer.batches import count_steps
 from steadygrad.trainer.ranks import count_ranks, is_first, share_from_first
 from steadygrad.trainer.setup import choose_device
 from steadygrad_recipes.mmdit.config import MMDiTConfig, ModelConfig
-from steadygrad_recipes.mmdit.data import Corpus, Rows, make_corpus, measure_rows, read_corpus, write_rows
+from steadygrad_recipes.mmdit.data import Corpus, Rows, measure_rows, read_corpus, write_rows
 from steadygrad_recipes.mmdit.metrics import Batch, measure_baseline
 from steadygrad_recipes.mmdit.model import MMDiT, Shapes
 from steadygrad_recipes.mmdit.sampling import draw_samples, spell
+from steadygrad_recipes.mmdit.synthetic import make_corpus
 from steadygrad_recipes.mmdit.texts import encode_texts, map_array, open_tokenizer
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
@@ -209,7 +210,10 @@ def write_samples(
         return rows
     folder = run_dir / "samples"
     write_rows(folder / "samples.safetensors", rows)
-    lines = spell(rows, vocab)
+    words = config.data.tokenizer
+    # The folder may be gone by now; the vocabulary is in the run
+    tokenizer = open_tokenizer(words) if words is not None and Path(words).exists() else None
+    lines = spell(rows, vocab, tokenizer)
     (folder / "samples.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for line in lines[:NUM_SHOWN]:
         console.say(f"  {line}", "dim")
@@ -228,7 +232,12 @@ def read_given(
         given = given[None] if given.dim() == 2 else given
         if tuple(given.shape[1:]) != wanted:
             raise UsageError(f"{sampling.latents} has {shape}, and the model wants [N, {wanted[0]}, {wanted[1]}].")
-        return None, given.float()
+        given = given.float()
+        bad = [row for row, latents in enumerate(given) if not bool(latents.isfinite().all())]
+        if bad or not len(given):
+            what = f"row {bad[0]} is NaN or Inf" if bad else "there is no row"
+            raise UsageError(f"{sampling.latents}: {what}. Texts are sampled for latents that are numbers.")
+        return None, given
     if sampling.text is None:
         return None, None
     if config.data.tokenizer is not None:

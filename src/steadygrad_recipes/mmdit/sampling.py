@@ -6,6 +6,8 @@ are drawn from its answer, and the latents move along the chord to the ones it p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -78,10 +80,13 @@ def _reveal(
     return torch.where((tokens == model.mask_token) & shown, words, tokens)
 
 
-def spell(rows: Rows, vocab: tuple[str, ...] | None) -> list[str]:
-    """Format each text as a line: words where they are known, ids otherwise."""
+def spell(rows: Rows, vocab: tuple[str, ...] | None, tokenizer: Any = None) -> list[str]:
+    """Format each text as a line: by its tokenizer, else as words where they are known, ids otherwise."""
     lines = []
     for tokens, mask in zip(rows.tokens, rows.mask):
         ids = tokens[mask].tolist()
+        if tokenizer is not None:  # its tokens may be parts of words, with marks for spaces
+            lines.append(" ".join(tokenizer.decode(ids).split()))
+            continue
         lines.append(" ".join(str(i) if vocab is None or i >= len(vocab) else vocab[i] for i in ids))
     return lines

@@ -6,8 +6,8 @@ ids. `NAME_tokens.npy` and `NAME_latents.npy` hold both. Arrays are memory-mappe
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
+from steadygrad_recipes.tables import read_jsonl, require_text
 
 LATENTS, TOKENS = "_latents.npy", "_tokens.npy"
 MAX_SHOWN = 5
@@ -25,6 +26,8 @@ MAX_SHOWN = 5
 def map_array(path: Path) -> Tensor:
     """Return a .npy file as a tensor that is read from the disk when it is used; pickled objects are refused."""
     numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}. Give an .npy file of numbers.")
     try:
         # "c", copy on write: torch wants a writable array, and no write may reach the user's file
         return torch.from_numpy(numpy.load(path, mmap_mode="c", allow_pickle=False))
@@ -68,35 +71,36 @@ def read_pair(latents: Path) -> dict[str, Tensor]:
     return {"tokens": map_array(tokens), "latents": map_array(latents)}
 
 
-def read_texts(path: Path, tokenizer: Any, length: int, notes: list[str], *, skip: bool = False) -> dict[str, Tensor]:
-    """Return `tokens`, `mask` and `latents` of a .jsonl file and the .npy file beside it.
+@dataclass(frozen=True)
+class Texts:
+    """The rows of a .jsonl file, with those of the .npy file beside it."""
 
-    Texts are cut at `length`, which is noted. Rows that cannot be read are an error; with `skip` they are empty texts,
-    which the check of all rows leaves out.
-    """
+    arrays: dict[str, Tensor]
+    """`tokens`, `mask` and `latents`."""
+    lines: list[int]
+    """The line of each row."""
+    faults: dict[int, str]
+    """Row, from 0 -> why its line has no text."""
+    num_cut: int
+    """Number of texts that were cut."""
+
+
+def read_texts(path: Path, tokenizer: Any, length: int) -> Texts:
+    """Read a .jsonl file and the .npy file beside it; texts are cut at `length`, and empty where a line has none."""
     beside = path.with_suffix(".npy")
     if not beside.is_file():
         raise UsageError(f"{path} has no {beside.name} beside it. Write the latents [N, T, D] of its rows there.")
-    read = [_read_text(line, number) for number, line in _list_lines(path)]
-    bad = [fault for _, fault in read if fault]
-    if bad and not skip:
-        more = f"; and {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else ""
-        raise UsageError(
-            f"{len(bad)} of {len(read)} rows in {path} cannot be read: {'; '.join(bad[:MAX_SHOWN])}{more}. Write rows "
-            'such as {"text": "a red circle"}, or leave them out: data.skip_bad_rows.'
-        )
-    texts = [text for text, _ in read]
+    require_text(path)
+    read = [(line, *_find_text(row)) for line, row in read_jsonl(path)]
     latents = map_array(beside)
-    if len(texts) != len(latents):
-        raise UsageError(
-            f"{path} has {len(texts)} texts, and {beside.name} {len(latents)} latents. Write one for each."
-        )
-    tokens, mask, num_cut = encode_texts(texts, tokenizer, length)
+    if len(read) != len(latents):
+        raise UsageError(f"{path} has {len(read)} texts, and {beside.name} {len(latents)} latents. Write one for each.")
+    faults = {row: fault for row, (_, _, fault) in enumerate(read) if fault}
+    tokens, mask, num_cut = encode_texts([text for _, text, _ in read], tokenizer, length)
     # Not left to the tokenizer, which may put marks of beginning and end around no text
-    mask &= torch.tensor([not fault for _, fault in read]).unsqueeze(1)
-    if num_cut:
-        notes.append(f"{num_cut} of {len(texts)} texts in {path} are cut at {length} tokens: data.max_text")
-    return {"tokens": tokens, "mask": mask, "latents": latents}
+    mask[list(faults)] = False
+    arrays = {"tokens": tokens, "mask": mask, "latents": latents}
+    return Texts(arrays, [line for line, _, _ in read], faults, num_cut)
 
 
 def encode_texts(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tensor, Tensor, int]:
@@ -104,9 +108,9 @@ def encode_texts(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Ten
     whole = [list(tokenizer(text)["input_ids"]) for text in texts]
     rows = [row[:length] for row in whole]
     longest = max(map(len, rows), default=1) or 1
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
-    mask = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
-    return tokens, mask, sum(len(row) > length for row in whole)
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32).view(-1, longest)
+    mask = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows], dtype=torch.bool)
+    return tokens, mask.view(-1, longest), sum(len(row) > length for row in whole)
 
 
 def open_tokenizer(folder: str) -> Any:
@@ -128,18 +132,9 @@ def list_words(tokenizer: Any) -> tuple[str, ...]:
     return tuple(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
 
 
-def _list_lines(path: Path) -> list[tuple[int, bytes]]:
-    # As bytes: text would also be split at U+2028, which JSON allows inside a string
-    return [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
-
-
-def _read_text(line: bytes, number: int) -> tuple[str, str]:
-    """Return the text of a line, and "", or no text and what is wrong."""
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return "", f"line {number} is not JSON ({error})"
-    text = row.get("text", row.get("caption")) if isinstance(row, dict) else row
-    if not isinstance(text, str) or not text.strip():
-        return "", f"line {number} has no text"
-    return text, ""
+def _find_text(row: Any) -> tuple[str, str]:
+    """Return the text of a row, and "", or no text and what is wrong."""
+    if isinstance(row, ValueError):
+        return "", str(row)
+    text = row.get("text", row.get("caption")) if isinstance(row, Mapping) else row
+    return (text, "") if isinstance(text, str) and text.strip() else ("", "no text")

@@ -7,6 +7,7 @@ features that a page itself would give, other numbers keep their names, texts be
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ NUMBERS: dict[str, tuple[str, float]] = {
     "Size (Bytes)": ("html_kilobytes", 1 / 1024),
 }
 """Column -> our feature, and the factor between their units."""
+THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
+"""A number whose commas separate thousands."""
 
 
 def is_export(line: Mapping[str, Any]) -> bool:
@@ -55,8 +58,9 @@ def read_export(line: Mapping[str, Any], *, prefix: str) -> tuple[dict[str, floa
 
 
 def _as_number(value: Any) -> float | None:
+    text = str(value).strip().rstrip("%")
     try:
-        number = float(str(value).replace(",", "").rstrip("%"))
+        number = float(text.replace(",", "") if THOUSANDS.fullmatch(text) else text)
     except ValueError:
         return None
     return number if math.isfinite(number) else None

@@ -78,6 +78,19 @@ def parse_page(html: str) -> Page:
     return Page({name: float(numbers[name]) for name in FEATURES}, " ".join([title, description, body]))
 
 
+def decode_page(content: bytes) -> str:
+    """Return the text of a page in the encoding of its mark, else in UTF-8, the declared one or Windows-1252."""
+    dammit = import_extra("recipes", "bs4.dammit", what="reading HTML pages", error=UsageError)
+    content, marked = dammit.EncodingDetector.strip_byte_order_mark(content)
+    declared = dammit.EncodingDetector.find_declared_encoding(content, is_html=True)
+    for encoding in filter(None, (marked, "utf-8", declared)):
+        try:
+            return content.decode(encoding)
+        except (UnicodeDecodeError, LookupError):  # LookupError: a page may declare any name
+            continue
+    return content.decode("cp1252", errors="replace")
+
+
 def split_words(text: str) -> list[str]:
     """Return the words of a text, in lower case."""
     return [word.lower() for word in WORD.findall(text)]

@@ -108,8 +108,18 @@ def _read_subjects(path: Path) -> tuple[list[tuple[str, Row]], list[str]]:
         if not rows:
             raise UsageError(f"{path} has no row that can be scored: {'; '.join(left_out[:3]) or 'it has no rows'}.")
         return rows, left_out
-    pages = [(str(page), parse_page(require_html(page))) for page in _find_pages(path)]
-    return [(place, Row(page.features, page.text, {})) for place, page in pages], []
+    rows, left_out = [], []
+    for file in _find_pages(path):
+        try:
+            page = parse_page(require_html(file))
+            rows.append((str(file), Row(page.features, page.text, {})))
+        except UsageError as error:
+            if file == path:
+                raise
+            left_out.append(str(error))
+    if not rows:
+        raise UsageError(f"{path} has no page that can be scored: {'; '.join(left_out[:3])}")
+    return rows, left_out
 
 
 def require_known(place: str, row: Row, names: Names) -> None:

@@ -8,8 +8,6 @@ other, is named with its line, and is never lost silently.
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,14 +17,27 @@ from typing import Any
 
 from steadygrad.errors import UsageError
 from steadygrad_recipes.seo.crawl import ADDRESSES, find_fault, is_export, read_export
-from steadygrad_recipes.seo.features import FEATURES, parse_page
+from steadygrad_recipes.seo.features import FEATURES, decode_page, parse_page
+from steadygrad_recipes.tables import Numbered, read_csv, read_jsonl, require_text
 
 PREFIX = "score_"
 RESERVED = ("file", "html", "text", "scores", "features")
 TABLES = ("scores.csv", "scores.jsonl")
 PAGES = (".html", ".htm")
-TAG = re.compile(r"<\s*(!doctype\s+html|html|head|body|title|p|div|h1|main|article|a)\b", re.IGNORECASE)
+TAG = re.compile(
+    r"<(!doctype\s+html|html|head|body|title|meta|main|article|section|div|span|p|a|h[1-6]|ul|ol|table|img)\b",
+    re.IGNORECASE,
+)
 """A tag that only a page has."""
+READERS: dict[str, Callable[[Path], Iterator[Numbered]]] = {
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+}
+"""Ending of a table -> what reads it."""
+LARGEST = 1e15
+"""Largest score: the squares of larger ones leave float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +98,37 @@ def name_row(where: str, line: Any) -> str:
 
 def is_table(path: Path) -> bool:
     """Whether a file holds rows, by its name."""
-    return path.suffix.lower() in (".csv", ".jsonl", ".ndjson")
+    return path.suffix.lower() in READERS
 
 
 def require_html(path: Path) -> str:
     """Return the text of a page; raise UsageError for a file that is none."""
     try:
-        return _decode_page(path.read_bytes())
+        return _require_page(decode_page(path.read_bytes()))
     except BadRow as bad:
         raise UsageError(
             f"{path} {bad}. Give a page, a folder of pages, or a .csv or .jsonl table of feature rows."
         ) from None
 
 
-def _decode_page(content: bytes) -> str:
-    text = content.decode("utf-8", errors="replace")
-    if b"\0" in content[:4096] or not TAG.search(text):
+def _require_page(text: str) -> str:
+    # A feed has titles and links too; XML is a page only as XHTML
+    is_other = text.lstrip().startswith("<?xml") and "<html" not in text.lower()
+    if "\0" in text[:4096] or is_other or not TAG.search(text):
         begins = text[:20].split("\n")[0].strip()
-        raise BadRow(f"is not an HTML page: it begins with {begins!r} and has no HTML tag")
+        reason = "is XML without <html>" if is_other else "has no HTML tag"
+        raise BadRow(f"is not an HTML page: it begins with {begins!r} and {reason}")
     return text
 
 
 def _read_folder(folder: Path) -> Rows:
-    table = next((folder / name for name in TABLES if (folder / name).is_file()), None)
-    if table is None:
-        raise UsageError(
-            f"{folder} has no {' or '.join(TABLES)}. Write one with a row for each page: file, score_overall."
-        )
+    tables = [folder / name for name in TABLES if (folder / name).is_file()]
+    if len(tables) != 1:
+        have = f"both {' and '.join(TABLES)}" if tables else f"neither {' nor '.join(TABLES)}"
+        raise UsageError(f"{folder} has {have}. Write one of them, with a row for each page: file, score_overall.")
+    table = tables[0]
     read = _read_table(table)
-    named = {line["file"] for _, line in _read_lines(table) if isinstance(line, Mapping) and line.get("file")}
+    named = {str(line["file"]) for _, line in _read_lines(table) if isinstance(line, Mapping) and line.get("file")}
     pages = sorted(page.relative_to(folder).as_posix() for page in folder.rglob("*") if page.suffix.lower() in PAGES)
     read.left_out += [f"{page}: has no row in {table.name}" for page in pages if page not in named]
     return read
@@ -123,64 +136,35 @@ def _read_folder(folder: Path) -> Rows:
 
 def _read_table(table: Path) -> Rows:
     read = Rows()
+    seen: dict[str, str] = {}
     for where, line in _read_lines(table):
         try:
-            read.rows.append(_read_row(line, table.parent))
+            row = _read_row(line, table.parent)
+            file = str(line.get("file") or where)
+            if seen.setdefault(file, where) != where:  # the same page to train on and to validate
+                raise BadRow(f"file {file} has a row already, {seen[file]}")
+            read.rows.append(row)
         except BadRow as bad:
             read.left_out.append(f"{where}: {bad}")
     return read
 
 
 def _read_lines(table: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of a file; for a row that cannot be read, the text of the exception."""
-    readers: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-        ".csv": _read_csv,
-        ".jsonl": _read_jsonl,
-        ".ndjson": _read_jsonl,
-    }
-    reader = readers.get(table.suffix.lower())
+    """Yield (place, row) of a file; a ValueError for a row that cannot be read."""
+    reader = READERS.get(table.suffix.lower())
     if reader is None:
         raise UsageError(
-            f"{table} ends in {table.suffix!r}, which is not a table of pages. Use .csv or .jsonl, or a folder."
+            f"{table} ends in {table.suffix!r}, which is not a table of pages. Use {', '.join(READERS)}, or a folder."
         )
-    with table.open("rb") as file:
-        if b"\0" in file.read(4096):
-            raise UsageError(
-                f"{table} is not text in UTF-8: it has zero bytes, as UTF-16 and binary files do. Save it as CSV UTF-8."
-            )
-    yield from reader(table)
-
-
-def _read_csv(table: Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(1 << 27)  # one cell may contain a whole page
-    # Excel begins a CSV with a byte order mark, which would become part of the first column's name
-    with table.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        header = file.readline()
-        file.seek(0)
-        # Spreadsheets of many countries write semicolons
-        reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count))
-        for row in reader:
-            extra = [cell for cell in row.pop(None, []) if cell]  # beyond the header
-            cells = {name: cell for name, cell in row.items() if cell not in (None, "")}
-            fault = f"has more cells than the header's {len(row)}: {extra[0][:20]!r}" if extra else None
-            yield f"{table.name}:{reader.line_num}", cells if fault is None else fault
-
-
-def _read_jsonl(table: Path) -> Iterator[tuple[str, Any]]:
-    with table.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row: Any = json.loads(line)
-            except ValueError as error:
-                row = f"not JSON ({error})"
-            yield f"{table.name}:{number}", row
+    require_text(table)
+    yield from ((f"{table.name}:{number}", line) for number, line in reader(table))
 
 
 def _read_row(line: Any, folder: Path, *, needs_scores: bool = True) -> Row:
+    if isinstance(line, ValueError):
+        raise BadRow(str(line))
     if not isinstance(line, Mapping):
-        raise BadRow(line if isinstance(line, str) else f"is {type(line).__name__}, not an object")
+        raise BadRow(f"is {type(line).__name__}, not an object")
     scores = _read_scores(line, needs_scores=needs_scores)
     if is_export(line):
         fault = find_fault(line)
@@ -193,8 +177,11 @@ def _read_row(line: Any, folder: Path, *, needs_scores: bool = True) -> Row:
         page = parse_page(html)
         return Row(page.features, page.text, scores)
     given = line.get("features")
-    pairs = given if isinstance(given, Mapping) else {n: v for n, v in line.items() if n and not _is_other(n)}
-    features = {str(name): _as_number(value, str(name)) for name, value in pairs.items()}
+    if given is not None and not isinstance(given, Mapping):
+        raise BadRow(f"features must be an object of name to number, found {type(given).__name__}")
+    pairs = {n: v for n, v in line.items() if n and not _is_other(n)} if given is None else given
+    # None is an empty cell, as in a CSV
+    features = {str(name): _as_number(value, str(name)) for name, value in pairs.items() if value is not None}
     text = str(line.get("text") or "")
     if not features and not text:
         raise BadRow("has neither file nor html nor features nor text")
@@ -203,7 +190,12 @@ def _read_row(line: Any, folder: Path, *, needs_scores: bool = True) -> Row:
 
 def _find_html(line: Mapping[str, Any], folder: Path) -> str | None:
     if line.get("html"):
-        return str(line["html"])
+        if not isinstance(line["html"], str):
+            raise BadRow(f"html is {type(line['html']).__name__}, not text")
+        try:
+            return _require_page(line["html"])
+        except BadRow as bad:
+            raise BadRow(f"html {bad}") from None
     if not line.get("file"):
         return None
     # Resolved before the test, so that neither `..` nor a link leads out of the folder
@@ -211,7 +203,7 @@ def _find_html(line: Mapping[str, Any], folder: Path) -> str | None:
     if not page.is_relative_to(folder.resolve()):
         raise BadRow(f"file {line['file']} lies outside {folder}")
     try:
-        return _decode_page(page.read_bytes())
+        return _require_page(decode_page(page.read_bytes()))
     except OSError as error:
         raise BadRow(f"file {line['file']} cannot be read: {error.strerror}") from None
     except BadRow as bad:
@@ -227,6 +219,9 @@ def _read_scores(line: Mapping[str, Any], *, needs_scores: bool) -> dict[str, fl
     scores = {str(name): _as_number(value, str(name)) for name, value in pairs.items() if value is not None}
     if not scores and needs_scores:
         raise BadRow(f"has no score: no column that begins with {PREFIX}, no scores object")
+    large = next((name for name, score in scores.items() if abs(score) > LARGEST), None)
+    if large is not None:
+        raise BadRow(f"{large} is {scores[large]:g}, too large a score")
     return scores
 
 
@@ -234,7 +229,9 @@ def _as_number(value: Any, name: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise BadRow(f"{name} is {value!r}, not a number") from None
+        raise BadRow(f"{name} is {str(value)[:40]!r}, not a number") from None
+    except OverflowError:
+        raise BadRow(f"{name} has more digits than a number can have") from None
     if not math.isfinite(number):
         raise BadRow(f"{name} is {number}")
     return number

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.sft.config import QUICK, SftConfig
 from steadygrad_recipes.sft.data import Example, read_file
+from steadygrad_recipes.tables import read_lines, require_text
 
 if TYPE_CHECKING:
     from steadygrad_recipes.sft.console import Console
@@ -72,14 +73,19 @@ def predict(config: SftConfig, path: str | Path, *, run_dir: Path, console: Cons
 
 
 def read_prompts(path: Path) -> list[Example]:
-    """Return the prompts of a table (.jsonl, .json, .csv, .parquet), or the lines of any other file."""
-    if path.suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
+    """Return the prompts of a table or a folder of `datasets`, or the lines of any other file."""
+    if path.suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet") or path.is_dir():
         return read_file(path, needs_completion=False)
     if not path.is_file():
         raise ConfigError(
             f"{path} is not a file. Give a .jsonl file with prompts, or a text file with a prompt a line."
         )
-    return [Example(line, "") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    require_text(path)
+    lines = list(read_lines(path))
+    wrong = [f"{path}:{number}: {line}" for number, line in lines if isinstance(line, ValueError)]
+    if wrong or not lines:
+        raise ConfigError(f"{wrong[0] if wrong else f'{path} has no line'}. Give a text in UTF-8 with a prompt a line.")
+    return [Example(line, "") for _, line in lines]
 
 
 def _spell_prompt(example: Example) -> Any:

@@ -6,7 +6,6 @@ that cannot be used are named, all in one error, or left out and counted on requ
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,17 +103,17 @@ def read_file(
             f"Fix them{', or leave them out with skip_bad_rows=True' if needs_completion else ''}."
         )
     if not rows:
-        raise ConfigError(f"{path} has no row that can be used. Each line is a JSON object with {KNOWN}.")
+        reasons = "; ".join(bad[:NUM_NAMED]) or "it has no rows"
+        raise ConfigError(f"{path} has no row that can be used: {reasons}. A row has {KNOWN}.")
     if left_out is not None:
         left_out += bad
     return rows
 
 
 def parse_row(row: Any, *, needs_completion: bool = True) -> Example:
-    """Parse one row, a mapping or a line of JSON; raises ValueError, with the reason, for one that cannot be used."""
+    """Parse one row; raises ValueError, with the reason, for one that cannot be used."""
     if isinstance(row, ValueError):
         raise row
-    row = _parse_line(row) if isinstance(row, bytes) else row
     if not isinstance(row, Mapping):
         raise ValueError(f"a JSON object is needed, found {type(row).__name__}")
     if not needs_completion:
@@ -124,15 +123,6 @@ def parse_row(row: Any, *, needs_completion: bool = True) -> Example:
     if not completion.strip():
         raise ValueError("the completion is empty: there is nothing to learn")
     return Example("" if prompt is None else _parse_prompt(prompt), completion)
-
-
-def _parse_line(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except UnicodeDecodeError:
-        raise ValueError("no UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
 
 
 def _parse_prompt(value: Any) -> str | tuple[Message, ...]:

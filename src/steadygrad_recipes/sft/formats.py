@@ -7,21 +7,20 @@ input and output, a question and its answer, or plain `text`. Imports no torch, 
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import ConfigError
 from steadygrad.extras import import_extra
+from steadygrad_recipes.tables import parse_json, read_csv, read_jsonl, read_lines, require_text
 
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 """ShareGPT's names of the speakers -> those of chat templates."""
 KNOWN = "`prompt` and `completion`, `messages`, `instruction` and `output`, `question` and `answer`, or `text`"
-CHATS = (("messages", "role", "content"), ("conversations", "from", "value"))
-"""Names of a chat, and of the author and the text of a message in it."""
+CHATS = ("messages", "conversations")
+"""Names of a chat."""
 ENDINGS = ".jsonl, .json, .csv, .tsv, .txt or .parquet, or a folder saved by datasets"
 
 Place = str
@@ -44,57 +43,49 @@ def read_rows(path: Path, *, hub: bool = False) -> Iterator[Placed]:
         ".parquet": _read_parquet,
     }
     reader = readers.get(path.suffix.lower(), _read_jsonl)
-    with path.open("rb") as file:
-        if reader is not _read_parquet and b"\0" in file.read(4096):
-            raise ConfigError(f"{path} is not text in UTF-8: it has zero bytes. Give a file ({ENDINGS}).")
+    if reader is not _read_parquet:
+        require_text(path)
     yield from reader(path)
 
 
 def _read_jsonl(path: Path) -> Iterator[Placed]:
-    """Lines are read as bytes, so that one that is not UTF-8 does not affect the others."""
-    with path.open("rb") as file:
-        yield from ((f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip())
+    yield from ((f"{path}:{number}", row) for number, row in read_jsonl(path))
+
+
+def _read_csv(path: Path) -> Iterator[Placed]:
+    yield from ((f"{path}:{number}", row) for number, row in read_csv(path))
+
+
+def _read_text(path: Path) -> Iterator[Placed]:
+    for number, line in read_lines(path):
+        yield f"{path}:{number}", line if isinstance(line, ValueError) else {"text": line}
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
     try:
-        content = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # JSON lines under another name
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        if "Extra data" in str(error):  # JSON lines under another name
             yield from _read_jsonl(path)
             return
-        raise ConfigError(f"{path} is not JSON in UTF-8: {error}. Give a list of rows, or JSON lines.") from None
-    rows = content if isinstance(content, list) else None
-    if isinstance(content, dict):
-        lists = (value for value in content.values() if isinstance(value, list))
-        rows = next((value for value in lists if not _is_chat(value)), [content])
-    if rows is None:
+        raise ConfigError(f"{path} is {error}. Give a list of rows, or JSON lines.") from None
+    rows = _find_rows(path, content) if isinstance(content, Mapping) else content
+    if not isinstance(rows, list):
         raise ConfigError(f"{path} holds {type(content).__name__}, not a list of rows. Give a list of objects.")
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _read_csv(path: Path) -> Iterator[Placed]:
-    csv.field_size_limit(1 << 27)  # process-wide; the default of 128 KiB is too small for long answers
-    with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins a file with a byte order mark
-        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-        try:
-            for row in reader:
-                place, extra = f"{path}:{reader.line_num}", [cell for cell in row.pop(None, []) if cell]
-                # A comma in a text without quotes: what is behind it would be lost
-                fault = ValueError(f"more cells than the header's {len(row)}: {extra[0][:20]!r}") if extra else None
-                yield place, {name: cell for name, cell in row.items() if cell} if fault is None else fault
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ConfigError(f"{path}:{reader.line_num + 1}: not CSV in UTF-8: {error}. Save it again.") from None
+def _find_rows(path: Path, content: Mapping[str, Any]) -> list[Any]:
+    """Return the list of rows inside an object, or the object as the only row."""
+    lists = {name: value for name, value in content.items() if _holds_rows(value)}
+    return lists[_choose_split(path, lists)] if lists else [content]
 
 
-def _read_text(path: Path) -> Iterator[Placed]:
-    # As bytes: text would also be split at U+2028 and the like
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if line.strip():
-            try:
-                yield f"{path}:{number}", {"text": line.decode()}
-            except UnicodeDecodeError:
-                yield f"{path}:{number}", ValueError("no UTF-8 text")
+def _choose_split(path: Path, splits: Mapping[str, Any]) -> str:
+    """Return the name of the part to use: the only one, or `train`."""
+    if len(splits) > 1 and "train" not in splits:
+        raise ConfigError(f"{path} has the parts {', '.join(splits)}, and none is called train. Save one by itself.")
+    return "train" if "train" in splits else next(iter(splits))
 
 
 def _read_parquet(path: Path) -> Iterator[Placed]:
@@ -102,8 +93,8 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     try:
         table = parquet.read_table(path)
     except Exception as error:  # pyarrow's own kinds of exceptions
-        raise ConfigError(f"{path} is not a parquet file: {error}. Write it again.") from None
-    yield from ((f"{path}: row {number}", row) for number, row in enumerate(table.to_pylist(), start=1))
+        raise ConfigError(f"{path} cannot be read as a parquet file: {spell_reason(error)}. Write it again.") from None
+    yield from _number_rows(path, table.to_pylist())
 
 
 def _read_dataset(path: Path, *, hub: bool) -> Iterator[Placed]:
@@ -112,26 +103,47 @@ def _read_dataset(path: Path, *, hub: bool) -> Iterator[Placed]:
         found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.load_dataset(str(path))
     except Exception as error:  # of the library, of arrow and of the net
         how = "a folder saved by datasets' save_to_disk" if not hub or path.is_dir() else "a dataset of the hub"
-        raise ConfigError(f"{path} is not {how}: {str(error).splitlines()[0]}. Give a file ({ENDINGS}).") from None
+        raise ConfigError(f"{path} is not {how}: {spell_reason(error)}. Give a file ({ENDINGS}).") from None
     if isinstance(found, dict):  # splits by name
-        found = found["train"] if "train" in found else next(iter(found.values()))
-    yield from ((f"{path}: row {number}", row) for number, row in enumerate(found, start=1))
+        found = found[_choose_split(path, found)]
+    yield from _number_rows(path, found)
+
+
+def _number_rows(path: Path, rows: Any) -> Iterator[Placed]:
+    """Yield rows with their numbers, from 1; a damaged file may only show itself here."""
+    left = iter(rows)
+    number = 1
+    while True:
+        try:
+            row = next(left)
+        except StopIteration:
+            return
+        except Exception as error:  # of arrow
+            raise ConfigError(
+                f"{path}: row {number} cannot be read: {spell_reason(error)}. The file is damaged: write it again."
+            ) from None
+        yield f"{path}: row {number}", row
+        number += 1
+
+
+def spell_reason(error: Exception) -> str:
+    """Return the first line of an exception's text, without the stop at its end."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 # --- one row --------------------------------------------------------------------------------------------------------
 
 
 def find_parts(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return prompt and completion of a row, whatever it calls them; an empty prompt means that all text is learned."""
-    for chat, author, said in CHATS:
-        if chat in row:
-            return _split_chat(row[chat], author, said)
+    """Return prompt and completion of a row, whatever it calls them; None as prompt means that all text is learned."""
+    chat = next((name for name in CHATS if name in row), None)
+    if chat is not None:
+        return _split_chat(row[chat])
     if "instruction" in row and "output" in row:
-        extra = str(row.get("input") or "").strip()
-        return (f"{row['instruction']}\n\n{extra}" if extra else row["instruction"]), row["output"]
+        return _join_instruction(row), row["output"]
     for prompt, completion in PAIRS:
         if prompt in row and completion in row:
-            return row[prompt], row[completion]
+            return "" if row[prompt] is None else row[prompt], row[completion]
     if "text" in row:
         return None, row["text"]
     if "prompt" in row:
@@ -141,40 +153,62 @@ def find_parts(row: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def find_prompt(row: Mapping[str, Any]) -> Any:
     """Return what is asked in a row, which may lack the completion; all of a chat that does not end with an answer."""
-    for chat, author, said in CHATS:
-        messages = row.get(chat)
-        if isinstance(messages, list) and messages and all(isinstance(one, Mapping) for one in messages):
-            named = _name_roles(messages, author, said)
+    for chat in CHATS:
+        if isinstance(row.get(chat), list) and row[chat]:
+            named = _name_roles(row[chat])
             return named[:-1] if named[-1]["role"] == "assistant" and len(named) > 1 else named
     if "instruction" in row:
-        return find_parts({**row, "output": ""})[0]
+        return _join_instruction(row)
     asked = next((row[prompt] for prompt, _ in PAIRS if prompt in row), row.get("text"))
     if asked is None:
         raise ValueError(
-            f"no `prompt`, `messages`, `instruction`, `question`, `input` or `text`; it has {', '.join(row)}"
+            f"no `prompt`, `messages`, `instruction`, `question`, `input` or `text`; it has {', '.join(map(str, row))}"
         )
     return asked
 
 
-def _is_chat(value: list[Any]) -> bool:
-    """Whether these are messages of one row, not rows."""
-    named = (all(isinstance(one, Mapping) and {*names} <= one.keys() for one in value) for _, *names in CHATS)
-    return bool(value) and any(named)
+def _join_instruction(row: Mapping[str, Any]) -> str:
+    """Return Alpaca's prompt: the instruction, an empty line, the input; either may be empty."""
+    parts = [row.get(name) for name in ("instruction", "input")]
+    wrong = next((part for part in parts if part is not None and not isinstance(part, str)), None)
+    if wrong is not None:
+        raise ValueError(f"instruction and input must be text, found {type(wrong).__name__}")
+    return "\n\n".join(part for part in parts if part and part.strip())
 
 
-def _split_chat(value: Any, author: str, said: str) -> tuple[Any, Any]:
+def _holds_rows(value: Any) -> bool:
+    """Whether this is a list of rows; the messages of one row are none."""
+    if not isinstance(value, list) or not any(isinstance(one, Mapping) for one in value):
+        return False
+    return not all(isinstance(one, Mapping) and _is_message(one) for one in value)
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return {"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()
+
+
+def _split_chat(value: Any) -> tuple[Any, Any]:
     """Return all messages but the last, and the last one, which must be the assistant's: the others are its prompt."""
-    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(one, Mapping) for one in value):
+    if not isinstance(value, list) or len(value) < 2:
         found = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
         raise ValueError(f"a chat is a list of two or more messages, found {found}")
-    messages = _name_roles(value, author, said)
-    if messages[-1]["role"] != "assistant":
-        raise ValueError(f"the last message is {messages[-1]['role']}'s; there is no answer of the assistant to learn")
-    return messages[:-1], messages[-1]["content"]
+    messages = _name_roles(value)
+    last = messages[-1]
+    if last["role"] != "assistant":
+        raise ValueError(f"the last message is {last['role']}'s; there is no answer of the assistant to learn")
+    if last.get("tool_calls"):
+        raise ValueError("the answer of the assistant calls tools, which cannot be learned here")
+    return messages[:-1], last["content"]
 
 
-def _name_roles(messages: list[Any], author: str, said: str) -> list[dict[str, Any]]:
-    """Return messages with the names that chat templates know."""
-    return [
-        {"role": ROLES.get(str(one.get(author)), str(one.get(author))), "content": one.get(said)} for one in messages
-    ]
+def _name_roles(messages: list[Any]) -> list[dict[str, Any]]:
+    """Return messages with the names that chat templates know; whatever else they have stays."""
+    named = []
+    for one in messages:
+        if not isinstance(one, Mapping) or not _is_message(one):
+            raise ValueError("a message needs `role` and `content`, or ShareGPT's `from` and `value`")
+        # Arrow gives every message every key, most of them None
+        rest = {name: value for name, value in one.items() if name not in ("from", "value") and value is not None}
+        role = str(one.get("role") or one.get("from"))
+        named.append({**rest, "role": ROLES.get(role, role), "content": one.get("content", one.get("value"))})
+    return named
