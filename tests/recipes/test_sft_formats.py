@@ -172,6 +172,8 @@ def test_a_spreadsheet_is_not_read_as_lines(tmp_path: Path) -> None:
 def test_4_bits_without_a_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="load_in_4bit must be false without model"):
         SftConfig(load_in_4bit=True)
+    with pytest.raises(ConfigError, match="merge must be false with load_in_4bit"):
+        SftConfig(load_in_4bit=True, model="base", merge=True)
 
 
 def test_rows_left_out_are_listed_and_rows_without_a_prompt_are_not_scored(

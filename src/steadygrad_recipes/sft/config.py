@@ -147,6 +147,9 @@ class SftConfig(BatchSettings):
         require(fits, self, "load_in_4bit", "be false without LoRA (lora_rank 0)", "Weights in 4 bits stay frozen.")
         fits = not (self.load_in_4bit and self.model is None)
         require(fits, self, "load_in_4bit", "be false without model", "What is built here is small, and all trained.")
+        fits = not (self.load_in_4bit and self.merge)
+        # Merged into 4 bits, the matrices are rounded away, and the export is not an ordinary model.
+        require(fits, self, "merge", "be false with load_in_4bit", "Merge the adapter into the base in 16 bits later.")
         if self.lora_rank == 0 and self.base_precision is Precision.FP16:
             raise ConfigError.about(
                 "SftConfig",
