@@ -87,7 +87,12 @@ class SftTrainer(_Trainer):  # type: ignore[misc]
         rows = self.train_dataset if train_dataset is None else train_dataset
         lengths = [len(row["input_ids"]) for row in rows]
         step_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(1, self.args.world_size)
-        return EpochSampler(lengths, self.args.seed, step_size if self._group_by_length else None)
+        group_size = step_size if self._group_by_length else None
+        return EpochSampler(lengths, self.args.seed, group_size, find_epoch=self._find_epoch)
+
+    def _find_epoch(self) -> int:
+        """Return the epoch that begins, or that a resume continues; the state counts parts of epochs too."""
+        return int(self.state.epoch or 0)
 
 
 class MetricsFile(_TrainerCallback):  # type: ignore[misc]
