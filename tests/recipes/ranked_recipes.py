@@ -190,7 +190,7 @@ def train_clip6d(
     config = Clip6dConfig(
         modalities=("image", "en", "vector"), batch_size=4 * joined, epochs=2, num_synthetic=24, val_share=0.3,
         warmup_steps=1, learning_rate=1e-3, save_every=1 if saves else RARELY, keep_last=9, threads=1, device="cpu",
-        model=sizes, enable_gradient_monitoring=False, strategy=strategy,
+        model=sizes, strategy=strategy,
     )  # fmt: skip
     corpus = open_corpus(config, run_dir, Silence())
     module = build_module(config, corpus)
