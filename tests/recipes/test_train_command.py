@@ -114,6 +114,7 @@ def test_words_become_values(words: list[str], values: dict[str, object]) -> Non
         (["--size", "--path", "x"], "^--size has no value. Write --size VALUE."),
         (["--path", "--is-on"], "^--path has no value. Write --path VALUE."),
         (["--run-dir", "--is-on"], "^--run-dir has no value. Write --run-dir VALUE."),
+        (["--run-dir", ""], "^--run-dir has no value. Write --run-dir VALUE."),
         (["stray"], "unexpected extra argument.*stray"),
     ],
 )

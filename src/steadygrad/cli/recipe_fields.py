@@ -105,8 +105,8 @@ class FieldCommand(click.Command):
 
 
 def check_value(ctx: click.Context, option: click.Parameter, value: Any) -> Any:  # noqa: ARG001
-    """Return the value; raise UsageError if it is the next flag, which click accepts: `--run-dir --quick`."""
-    if isinstance(value, str) and value.startswith("--") and len(value) > 2:
+    """Return the value; raise UsageError if it is empty, or the next flag, which click accepts: `--run-dir --quick`."""
+    if value == "" or (isinstance(value, str) and value.startswith("--") and len(value) > 2):
         raise UsageError(f"{option.opts[0]} has no value. Write {option.opts[0]} VALUE.")
     return value
 

@@ -148,7 +148,8 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     # On rank 0 alone: the name of a new folder holds the time, and two ranks may read different seconds
     run_dir, config = choose_together(lambda: _choose(recipe, package, request))
     try:
-        with on_first_rank(remember_settings(run_dir, recipe.name, to_plain(config))):
+        files = getattr(package, "DESCRIBED_IN", ())
+        with on_first_rank(remember_settings(run_dir, recipe.name, to_plain(config), files)):
             console.say(f"Training {recipe.name} in {run_dir}", "bold")
             start = name_start(request.resume, run_dir)
             code: int = package.train(config, run_dir=run_dir, resume=start, console=console)
