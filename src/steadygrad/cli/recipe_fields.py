@@ -105,10 +105,17 @@ class FieldCommand(click.Command):
 
 
 def check_value(ctx: click.Context, option: click.Parameter, value: Any) -> Any:  # noqa: ARG001
-    """Return the value; raise UsageError if it is empty, or the next flag, which click accepts: `--run-dir --quick`."""
-    if value == "" or (isinstance(value, str) and value.startswith("--") and len(value) > 2):
+    """Return the value; raise UsageError if it is the next flag, which click accepts: `--run-dir --quick`."""
+    if isinstance(value, str) and value.startswith("--") and len(value) > 2:
         raise UsageError(f"{option.opts[0]} has no value. Write {option.opts[0]} VALUE.")
     return value
+
+
+def check_path(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Return the value, which may not be empty either: as a path that would be the present folder."""
+    if value == "":
+        raise UsageError(f"{option.opts[0]} is empty. Write {option.opts[0]} VALUE, or leave it out.")
+    return check_value(ctx, option, value)
 
 
 def list_fields(config: type, prefix: str = "") -> Iterator[FieldOption]:
