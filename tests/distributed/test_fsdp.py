@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from steadygrad import AdaptiveUnitClip, Guard, GuardConfig, UnsupportedError, ZClip
+from steadygrad import AdaptiveUnitClip, GradientHealthMonitor, Guard, GuardConfig, UnsupportedError, ZClip
 from steadygrad.config import FixedNorm, MeasureConfig, Policy, SnapshotConfig
 from steadygrad.state.calls import hear_calls, stop_hearing
 from steadygrad.state.shards import take_local
@@ -119,6 +121,44 @@ def test_mixed_precision_gives_norms_close_to_those_of_the_whole_model() -> None
     assert_same(results[0]["weights"], results[1]["weights"])
     # bfloat16 keeps 8 bits: single gradients are a few hundredths off, their norm less.
     torch.testing.assert_close(results[0]["global"][0], whole["global"][0], rtol=3e-2, atol=3e-2)
+
+
+def check_shards(layout: str) -> dict[str, Any]:
+    """What a monitor says of the first batch's gradients, how often it prints, and the gradients that it clipped."""
+    model = shard(make_model(16 if layout == "tensor" else 15), layout)
+    monitor = GradientHealthMonitor(model)
+    bare = monitor.check_gradients()
+    x, y = make_own_batches(layout, 1)[0]
+    nn.functional.cross_entropy(model(x), y).backward()
+    stats = monitor.check_gradients()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        monitor.log_statistics(stats, step=0)
+    clipped_at = monitor.apply_gradient_clipping(0.3)
+    clipped = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    return {"bare": bare, "stats": stats, "printed": printed.getvalue(), "clipped_at": clipped_at, "clipped": clipped}
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("1d", 2), ("tensor", 4)])
+def test_a_monitor_reports_the_whole_gradients_on_every_rank_clips_them_and_prints_once(
+    layout: str, num_ranks: int
+) -> None:
+    results = run_ranks(check_shards, num_ranks, layout)
+    is_tensor = layout == "tensor"
+    model = make_model(16 if is_tensor else 15)
+    batches = [make_batches(1, rank=rank)[0] for rank in range(num_ranks // 2 if is_tensor else num_ranks)]
+    torch.stack([nn.functional.cross_entropy(model(x), y) for x, y in batches]).mean().backward()
+    whole = GradientHealthMonitor(model).check_gradients()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3).item()
+    for result in results:
+        assert result["bare"]["params_with_grads"] == 0
+        for name in ("global_grad_norm", "max_grad_norm", "min_grad_norm", "mean_grad_norm"):
+            assert result["stats"][name] == pytest.approx(whole[name], rel=1e-4)  # sums in another order
+        assert result["stats"]["layer_stats"]["0.weight"]["shape"] == tuple(model[0].weight.shape)
+        assert result["clipped_at"] == pytest.approx(norm, rel=1e-4)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(result["clipped"][name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert [result["printed"].count("Step 0 - Gradient Health") for result in results] == [1] + [0] * (num_ranks - 1)
 
 
 def train_and_spoil(layout: str, clip: Any) -> dict[str, Any]:

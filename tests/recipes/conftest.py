@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forks import run_forked
 from steadygrad.checkpoint import CheckpointStore
+from steadygrad.checkpoint.signals import EXIT_CODE
 
 PROGRAM = """
 import os, signal, sys
@@ -22,9 +23,9 @@ make_step = Guard.step
 def step(self, *args, **kwargs):
     result = make_step(self, *args, **kwargs)
     if self.num_steps == {at_step} and self.num_microbatches == 0:
-        while not self.checkpoints.list():  # the disk is written by a thread; one checkpoint must be there to resume
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
+        while {number} == signal.SIGKILL and not self.checkpoints.list():
+            pass  # the disk is written by a thread; one checkpoint must be there to resume
+        os.kill(os.getpid(), {number})
     return result
 
 Guard.step = step
@@ -43,9 +44,20 @@ def kill_at() -> Callable[[Sequence[str], int], None]:
     """`kill_at(["train", "seo", ...], 30)`: run the command in a process that SIGKILL ends after 30 optimizer steps."""
 
     def run(arguments: Sequence[str], at_step: int) -> None:
-        code = PROGRAM.format(at_step=at_step, arguments=list(arguments))
+        code = PROGRAM.format(at_step=at_step, arguments=list(arguments), number=int(signal.SIGKILL))
         done = run_forked(code)
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+
+    return run
+
+
+@pytest.fixture
+def stop_at() -> Callable[[Sequence[str], int], None]:
+    """The same with SIGTERM, which the training answers by a checkpoint and exit code 75."""
+
+    def run(arguments: Sequence[str], at_step: int) -> None:
+        done = run_forked(PROGRAM.format(at_step=at_step, arguments=list(arguments), number=int(signal.SIGTERM)))
+        assert done.returncode == EXIT_CODE, done.stderr[-3000:]
 
     return run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from steadygrad.cli import main
 from steadygrad.errors import CheckpointError
 from steadygrad_recipes.clip6d.evaluate import evaluate
 from steadygrad_recipes.clip6d.fit import build_module
+from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
 from steadygrad_recipes.clip6d.retrieval import expect_by_chance
 from steadygrad_recipes.clip6d.storing import StoreIO
 
@@ -171,9 +173,10 @@ def test_a_resume_from_any_checkpoint_is_exact(tmp_path: Path) -> None:
         assert first["step"] == info.step
 
 
-def test_a_training_killed_by_sigkill_resumes_exactly(
+def test_a_training_killed_by_sigkill_or_stopped_by_sigterm_resumes_exactly(
     tmp_path: Path,
     kill_at: Callable[[Sequence[str], int], None],
+    stop_at: Callable[[Sequence[str], int], None],
     read_weights: Callable[[Path], dict[str, Tensor]],
 ) -> None:
     fields = {"data": shapes_folder(42), "batch-size": 6, "epochs": 2, "save-every": 3, "modalities": "image,en,vector"}
@@ -188,6 +191,25 @@ def test_a_training_killed_by_sigkill_resumes_exactly(
     assert main(["train", "clip6d", "--resume=latest", f"--run-dir={tmp_path / 'killed'}"]) == 0
 
     assert_equal(read_weights(tmp_path / "killed"), read_weights(tmp_path / "whole"))
+
+    stop_at([*words, "--save-every=1000", f"--run-dir={tmp_path / 'stopped'}"], 9)
+    assert 9 in [info.step for info in CheckpointStore(tmp_path / "stopped" / "checkpoints").list()]
+    assert json.loads((tmp_path / "stopped" / "run.json").read_text())["ended"]["how"] == "stopped"
+    assert main(["train", "clip6d", "--resume=latest", f"--run-dir={tmp_path / 'stopped'}"]) == 0
+    assert_equal(read_weights(tmp_path / "stopped"), read_weights(tmp_path / "whole"))
+
+
+def test_an_interrupt_leaves_lightning_as_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: Any, batch: Any, batch_idx: int) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EnhancedLightningCLIPModule, "training_step", interrupt)
+    before = signal.getsignal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(modalities=("en", "vector"), max_steps=3), tmp_path)
+
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_run_that_is_over_has_nothing_left_to_do(tmp_path: Path) -> None:

@@ -505,6 +505,30 @@ def test_a_rate_lowered_by_a_recovery_stays_after_a_resume_unless_another_is_ask
     assert asked.recipe.optimizer.lr == 2e-3
 
 
+def test_a_resume_that_does_not_fit_leaves_the_run_as_it_was(
+    whole_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("--resume", str(whole_run), "--model.hidden-size", "32") == 2
+    assert "does not fit this training" in capsys.readouterr().err
+
+    assert run_command("--sample", "--run-dir", str(whole_run)) == 0
+
+
+def test_a_resume_with_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = make_corpus(64)
+    program.write_rows(tmp_path / "data" / "a.safetensors", corpus.train)
+    vocab = tmp_path / "data" / "vocab.json"
+    vocab.write_text(json.dumps(VOCAB))
+    where = ("--run-dir", str(tmp_path / "run"), "--data.path", str(tmp_path / "data"))
+    assert run_command(*ARGUMENTS, "--training.max-steps=4", *where) == 0
+    vocab.write_text(json.dumps(VOCAB[::-1]))
+
+    assert run_command("--resume", "latest", *where, "--training.max-steps=8") == 2
+
+    assert "was trained with another vocabulary" in capsys.readouterr().err
+    assert Description.read(tmp_path / "run").vocab == list(VOCAB)
+
+
 def test_an_average_of_the_weights_is_what_is_sampled() -> None:
     trainer, loaders, _ = make_training(configure(max_steps=4, ema_decay=0.5))
 

@@ -280,6 +280,29 @@ def test_rows_that_were_left_out_are_told_on_the_console(tmp_path: Path, capsys:
     assert "... and 2 more" in told
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"clicks": 3, "views": 2, "score_overall": 5}, "other features than this data has: views, words"),
+        ({"words": 3, "clicks": 2, "score_title": 5}, "other scores than this data has: overall, title"),
+    ],
+)
+def test_a_resume_with_other_columns_is_refused_and_leaves_the_run_as_it_was(
+    row: dict[str, int], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = tmp_path / "pages.jsonl", tmp_path / "run"
+    write(data, "\n".join(json.dumps({"words": i, "clicks": i % 3, "score_overall": i}) for i in range(12)))
+    settings = ["--data", str(data), "--hidden", "8", "--max-words", "4", "--device", "cpu", "--run-dir", str(run)]
+    assert main(["train", "seo", *settings, "--epochs", "1"]) == 0
+    before = (run / "seo.json").read_text()
+    write(data, "\n".join([json.dumps(row)] * 12))
+
+    assert main(["train", "seo", "--resume", "latest", *settings, "--epochs", "2"]) == 2
+
+    assert message in capsys.readouterr().err
+    assert (run / "seo.json").read_text() == before
+
+
 def test_a_run_that_was_killed_goes_on_bit_for_bit(
     tmp_path: Path,
     kill_at: Callable[[Sequence[str], int], None],

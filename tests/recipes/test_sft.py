@@ -26,6 +26,7 @@ from sft_trainings import (
 )
 
 from forks import run_forked
+from steadygrad.checkpoint.signals import EXIT_CODE
 from steadygrad.cli import main
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.sft import predict
@@ -36,7 +37,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 from steadygrad.adapters.transformers import GradientMonitoringCallback, SafeLoss, safe_compute_loss
 from steadygrad_recipes.sft.console import NormKeeper, describe_step, find_warnings, spell_logs
-from steadygrad_recipes.sft.fine_tune import Trained, make_arguments, train_model
+from steadygrad_recipes.sft.fine_tune import EpochEvents, Trained, make_arguments, train_model
 from steadygrad_recipes.sft.model import TINY_TARGETS
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:::steadygrad")]
@@ -339,6 +340,20 @@ sys.exit(main({arguments!r}))
 """
 
 
+STOPPED = """
+import os, signal, sys
+from steadygrad.cli import main
+from steadygrad_recipes.sft import fine_tune
+
+def on_step_end(self, args, state, control, **kwargs):
+    if state.global_step == {at_step}:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+fine_tune.EpochEvents.on_step_end = on_step_end
+sys.exit(main({arguments!r}))
+"""
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("whole")
@@ -354,12 +369,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     at_step: int, at_save: int, told: str, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    config = tmp_path / "config.yaml"
-    flat = {**{k: v for k, v in vars(make_config(**SHORT)).items() if k != "tiny"}}
-    values = {name: value for name, value in flat.items() if isinstance(value, bool | int | float)}
-    config.write_text(json.dumps({**values, "tiny": {"width": 32}}))  # JSON is YAML
     run_dir = tmp_path / "run"
-    arguments = ["train", "sft", "--run-dir", str(run_dir), "--config", str(config)]
+    arguments = ["train", "sft", "--run-dir", str(run_dir), "--config", write_config(tmp_path)]
     code = KILLED.format(at_step=at_step, at_save=at_save, arguments=arguments)
     killed = run_forked(code)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
@@ -372,6 +383,43 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     assert f"Resuming from {run_dir / 'checkpoints' / told}." in printed.getvalue()
     assert ("is passed over: it was never finished." in printed.getvalue()) == (at_save > 0)
     assert_same_weights(run_dir, uninterrupted)
+
+
+def write_config(folder: Path) -> str:
+    """SHORT as a file of settings."""
+    values = {
+        name: value for name, value in vars(make_config(**SHORT)).items() if isinstance(value, bool | int | float)
+    }
+    (folder / "config.yaml").write_text(json.dumps({**values, "tiny": {"width": 32}}))  # JSON is YAML
+    return str(folder / "config.yaml")
+
+
+def test_a_signal_is_answered_by_a_checkpoint_after_the_step_and_the_run_goes_on_to_the_same_bits(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["train", "sft", "--run-dir", str(run_dir), "--config", write_config(tmp_path), "--save-every", "1000"]
+    stopped = run_forked(STOPPED.format(at_step=18, arguments=arguments))
+    assert stopped.returncode == EXIT_CODE, stopped.stderr[-3000:]
+    assert (run_dir / "checkpoints" / "checkpoint-18").is_dir()
+    assert json.loads((run_dir / "run.json").read_text())["ended"]["how"] == "stopped"
+
+    assert main(["train", "sft", "--run-dir", str(run_dir), "--resume", "latest"]) == 0
+
+    assert_same_weights(run_dir, uninterrupted)
+
+
+def test_an_interrupted_run_is_not_recorded_as_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(EpochEvents, "on_step_end", interrupt, raising=False)
+
+    with pytest.raises(KeyboardInterrupt):
+        fine_tune(tmp_path, **SHORT)
+
+    assert json.loads((tmp_path / "run.json").read_text())["ended"]["how"] == "stopped"
 
 
 # --- wrong input, by the command line -------------------------------------------------------------------------------

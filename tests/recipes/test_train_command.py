@@ -16,7 +16,7 @@ import pytest
 from steadygrad import UsageError
 from steadygrad.cli import main
 from steadygrad.cli.recipe_config import Source, flatten, nest
-from steadygrad.cli.recipe_fields import FieldCommand, check_value, list_fields, spell_value
+from steadygrad.cli.recipe_fields import FieldCommand, check_path, list_fields, spell_value
 from steadygrad.cli.recipe_folder import remember_settings
 from steadygrad.cli.recipes import Recipe, list_recipes
 from steadygrad.cli.train import Request, make_config
@@ -53,7 +53,7 @@ class Twice:
 
 
 def read(words: list[str], config: type = Outer) -> dict[str, object]:
-    run_dir = click.Option(["--run-dir"], callback=check_value)
+    run_dir = click.Option(["--run-dir"], callback=check_path)
     command = FieldCommand("outer", config, aliases={"r": "inner.rate"} if config is Outer else {}, options=[run_dir])
     return command.read_fields(command.make_context("outer", words))
 
@@ -114,6 +114,7 @@ def test_words_become_values(words: list[str], values: dict[str, object]) -> Non
         (["--size", "--path", "x"], "^--size has no value. Write --size VALUE."),
         (["--path", "--is-on"], "^--path has no value. Write --path VALUE."),
         (["--run-dir", "--is-on"], "^--run-dir has no value. Write --run-dir VALUE."),
+        (["--run-dir", ""], "^--run-dir is empty. Write --run-dir VALUE, or leave it out."),
         (["stray"], "unexpected extra argument.*stray"),
     ],
 )

@@ -17,7 +17,7 @@ from view_runs import CAUSE, CONFIG, HOSTILE, add_update_ratios, make_incident, 
 
 from steadygrad import UsageError
 from steadygrad.cli import main
-from steadygrad.facts import Cause
+from steadygrad.facts import Cause, Severity
 from steadygrad.record.encode import to_json
 from steadygrad.view.read import RunReader
 from steadygrad.view.render.html import Html, join, tag, to_script_json
@@ -269,6 +269,13 @@ def test_what_broke_stands_above_the_numbers_with_its_line_and_since_when_it_is_
     assert "step 420 the loss has been rising for 64 steps Done: back to step 400" in story
     assert "Healthy since step 421: 179 steps." in story
     assert text.index("What broke") < text.index("Incidents") < text.index("Gradient norms by parameter")
+
+
+def test_no_part_of_a_run_that_began_by_exploding_is_called_healthy(tmp_path: Path) -> None:
+    directory = open_directory(write_run(tmp_path))
+    directory.write_incident(make_incident(3, kind="exploded_start", severity=Severity.WARNING))
+    directory.close()
+    assert "Healthy" not in read_report(tmp_path).text
 
 
 def test_reports_need_no_torch(tmp_path: Path) -> None:

@@ -111,6 +111,13 @@ def check_value(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
     return value
 
 
+def check_path(ctx: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Return the value, which may not be empty either: as a path that would be the present folder."""
+    if value == "":
+        raise UsageError(f"{option.opts[0]} is empty. Write {option.opts[0]} VALUE, or leave it out.")
+    return check_value(ctx, option, value)
+
+
 def list_fields(config: type, prefix: str = "") -> Iterator[FieldOption]:
     """Yield every setting of a config class; nested ones are prefixed with their part's name and a dot."""
     hints, helps = typing.get_type_hints(config), read_help(config)

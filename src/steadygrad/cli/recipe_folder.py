@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +91,19 @@ def read_settings(run_dir: Path, name: str) -> Source | None:
 
 
 @contextlib.contextmanager
-def remember_settings(run_dir: Path, name: str, config: Any) -> Iterator[None]:
+def remember_settings(run_dir: Path, name: str, config: Any, files: Sequence[str] = ()) -> Iterator[None]:
     """Record the settings for the training inside. If it cannot begin, those of before are put back.
 
+    So are the `files` in which the recipe describes its model: a resume that does not fit must not replace them.
     A folder that was made for it is removed after an error of ours; another one may come from the first step, and what
     was recorded of that is kept.
     """
     # Looked at before the folder is made: only a folder of ours may be removed again
-    path, is_ours, num_bytes = run_dir / SETTINGS, not run_dir.exists(), _measure_steps(run_dir)
-    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    is_ours, num_bytes = not run_dir.exists(), _measure_steps(run_dir)
+    paths = [run_dir / file for file in (SETTINGS, *files)]
+    before = {path: path.read_bytes() if path.is_file() else None for path in paths}
     run_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"recipe": name, "config": config}, indent=1) + "\n", encoding="utf-8")
+    paths[0].write_text(json.dumps({"recipe": name, "config": config}, indent=1) + "\n", encoding="utf-8")
     try:
         yield
     # It is a SteadygradError too, but of a training that has begun
@@ -114,7 +116,8 @@ def remember_settings(run_dir: Path, name: str, config: Any) -> Iterator[None]:
                 shutil.rmtree(run_dir, ignore_errors=True)
         # Not one step was added, so the settings of before still describe the run
         elif _measure_steps(run_dir) == num_bytes:
-            path.unlink() if before is None else path.write_text(before, encoding="utf-8")
+            for path, content in before.items():
+                path.unlink(missing_ok=True) if content is None else path.write_bytes(content)
         raise
 
 

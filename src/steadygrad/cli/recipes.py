@@ -5,7 +5,8 @@ A recipe is a module that a distribution registers in the group `steadygrad.reci
 run_dir, resume, console) -> int`; if it can, `predict(config, path, *, run_dir, console)`, `sample(config, *, run_dir,
 console)`, `check(*, console)`, which returns the number of failures, and `open_target(config)`, which `steadygrad tune`
 needs. `ALIASES` gives a field a second name on the command line, `PREDICT` is the help of `--predict`, `LOOP` names a
-framework that runs the loop, so that it cannot be tuned.
+framework that runs the loop, so that it cannot be tuned. `DESCRIBED_IN` names files that `train` writes into the run
+directory about the model: they are put back if a resume cannot begin.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import click
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED, FOUND
 from steadygrad.cli.recipe_config import Source, build_config, read_source
-from steadygrad.cli.recipe_fields import FieldCommand, check_value, spell_flag, spell_value
+from steadygrad.cli.recipe_fields import FieldCommand, check_path, spell_flag, spell_value
 from steadygrad.cli.recipe_folder import (
     choose_folder,
     has_begun,
@@ -123,11 +123,11 @@ def make_options(name: str, package: Any) -> list[click.Option]:
     where = f"where the run is written  [default: runs/{name}-<time>]"
     cannot_predict, cannot_sample = not hasattr(package, "predict"), not hasattr(package, "sample")
     return [
-        click.Option(["--config"], callback=check_value, metavar="FILE", help="fields from a YAML or TOML file"),
-        click.Option(["--resume"], callback=check_value, metavar="WHERE", help=resume),
-        click.Option(["--run-dir"], callback=check_value, metavar="DIR", help=where),
+        click.Option(["--config"], callback=check_path, metavar="FILE", help="fields from a YAML or TOML file"),
+        click.Option(["--resume"], callback=check_path, metavar="WHERE", help=resume),
+        click.Option(["--run-dir"], callback=check_path, metavar="DIR", help=where),
         click.Option(["--quick"], is_flag=True, help=f"smaller: {quick}"),
-        click.Option(["--predict"], callback=check_value, metavar="PATH", help=predict, hidden=cannot_predict),
+        click.Option(["--predict"], callback=check_path, metavar="PATH", help=predict, hidden=cannot_predict),
         click.Option(["--sample"], is_flag=True, help="draw samples from the trained model", hidden=cannot_sample),
         click.Option(
             ["--check"], is_flag=True, help="check in seconds that it works here", hidden=not hasattr(package, "check")
@@ -148,7 +148,8 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     # On rank 0 alone: the name of a new folder holds the time, and two ranks may read different seconds
     run_dir, config = choose_together(lambda: _choose(recipe, package, request))
     try:
-        with on_first_rank(remember_settings(run_dir, recipe.name, to_plain(config))):
+        files = getattr(package, "DESCRIBED_IN", ())
+        with on_first_rank(remember_settings(run_dir, recipe.name, to_plain(config), files)):
             console.say(f"Training {recipe.name} in {run_dir}", "bold")
             start = name_start(request.resume, run_dir)
             code: int = package.train(config, run_dir=run_dir, resume=start, console=console)

@@ -200,12 +200,16 @@ class Meter:
         """Return the values that the ranks exchanged, from the numbers of `m` on the host."""
         return self._ranks.read(numbers[m.plan.length :], has_loss=m.has_loss)
 
+    def lacks_gradients(self, numbers: Sequence[float]) -> bool:
+        """Return whether a rank had no gradients; the same on all ranks that exchange tables."""
+        return numbers[NUM_NONFINITE] >= NO_GRADIENTS
+
     def check_gradients(self, m: Measurement, numbers: Sequence[float]) -> None:
         """Raise an error on every rank if one had no gradients; `numbers` are those of `m` on the host.
 
         Not when the gradients are measured: only the rank itself knows then, and the others would wait for it later.
         """
-        if numbers[NUM_NONFINITE] >= NO_GRADIENTS:
+        if self.lacks_gradients(numbers):
             bare = [self._ranks.name(rank) for rank, has in enumerate(self._ranks.gather(bool(m.names))) if not has]
             raise UsageError(
                 f"no parameter of the optimizer has a gradient on {', '.join(bare)}. Run backward before guard.step() "

@@ -22,10 +22,11 @@ from steadygrad.config.checks import is_number, is_positive, require_argument
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.facts import GradientStats, Reading
 from steadygrad.measure import Meter, StepContext, Transfer
+from steadygrad.measure.ranks import Ranks, find_ranks
 from steadygrad.record.logger import find_sender
+from steadygrad.state.shards import is_dtensor, take_local
 
 _log = logging.getLogger("steadygrad")
-
 HISTORY = 1000
 """Checks whose norms a GradientHealthMonitor remembers."""
 
@@ -60,6 +61,9 @@ class GradientHealth(TypedDict):
 class GradientHealthMonitor:
     """Reports the health of a model's gradients, between `loss.backward()` and `optimizer.step()`.
 
+    If the model is sharded (FSDP2, tensor parallelism), a check is a collective: call it on every rank. All get the
+    numbers of the whole gradients, and the first one prints and logs.
+
     >>> model = nn.Linear(2, 1)
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> GradientHealthMonitor(model).check_gradients()["params_with_grads"]
@@ -87,6 +91,7 @@ class GradientHealthMonitor:
         self.enable_detailed_logging = enable_detailed_logging
         self._check_settings()
         self._meter: Meter | None = None
+        self._ranks = Ranks()  # those that hold the shards
         self._measured: dict[str, nn.Parameter] = {}
         self._signature: list[tuple[Any, ...]] = []
         self.reset_statistics()
@@ -109,7 +114,7 @@ class GradientHealthMonitor:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies of a model (EMA, checkpoints) may carry a monitor along: leave behind what only this process can hold.
-        return self.__dict__ | {"_meter": None, "_last": None, "_broken_logger": None}
+        return self.__dict__ | {"_meter": None, "_ranks": Ranks(), "_last": None, "_broken_logger": None}
 
     def reset_statistics(self) -> None:
         """Forget all checks: history, counters, the last reading, and that a logger was broken."""
@@ -135,9 +140,8 @@ class GradientHealthMonitor:
 
         Pass `scaler` while the gradients still carry its loss scale, and leave it out after `scaler.unscale_()`.
         """
-        reading = self._measure(scaler)
+        self._last = reading = self._measure(scaler)
         health = self._judge(reading)
-        self._last = reading
         self.num_checks += 1
         self.num_checks_with_nan += health["has_nan"]
         self.num_checks_with_inf += health["has_inf"]
@@ -153,6 +157,8 @@ class GradientHealthMonitor:
         with `.log(dict, step=...)`, `.log(dict)` or `.log(name, value)`, or a logger of Lightning; without one, the
         active run of wandb, if there is one. One that raises is reported once and then left alone.
         """
+        if not self._ranks.is_first:
+            return
         step = max(0, self.num_checks - 1) if step is None else step
         if step % self.log_frequency == 0 or self._is_unhealthy(stats):
             _print("\n\n".join([_summary_line(stats, step), *stats["recommendations"]]))
@@ -172,7 +178,7 @@ class GradientHealthMonitor:
         norm = self._measure(None).grad_norm
         coefficient = max_norm / (norm + 1e-6)  # torch's own formula
         if math.isfinite(norm) and coefficient < 1.0:
-            multiply([p.grad for p in self._measured.values() if p.grad is not None], coefficient)
+            multiply([take_local(p.grad) for p in self._measured.values() if p.grad is not None], coefficient)
         return norm
 
     def get_gradient_flow_summary(self) -> dict[str, list[tuple[str, float]]]:
@@ -205,12 +211,19 @@ class GradientHealthMonitor:
         # The meter holds its parameters, so no id is reused while it is compared.
         signature = [(name, id(p), p.device, p.dtype) for name, p in self._measured.items()]
         if self._meter is None or signature != self._signature:
-            self._meter, self._signature = Meter(list(self._measured.items())), signature
+            self._meter, self._signature = self._make_meter(), signature
         measurement = self._meter.measure(scale=_scale_of(scaler))
         if measurement is None:
             return _NO_GRADIENT
         numbers = Transfer(slots=1).send(measurement.packed).wait()
-        return measurement.read(numbers, StepContext(step=self.num_checks), skipped=False)
+        is_bare = self._meter.lacks_gradients(numbers)
+        return _NO_GRADIENT if is_bare else measurement.read(numbers, StepContext(step=self.num_checks), skipped=False)
+
+    def _make_meter(self) -> Meter:
+        named = list(self._measured.items())
+        is_sharded = any(is_dtensor(parameter) for _, parameter in named)
+        self._ranks = find_ranks(self.model, named) if is_sharded else Ranks()
+        return Meter(named, ranks=self._ranks)
 
     def _judge(self, reading: Reading) -> GradientHealth:
         norms = list(_norms(reading).values()) or [0.0]

@@ -23,6 +23,8 @@ MANY = 0.05
 """From this share of skipped steps, a run is unwell: one that leaves out a twentieth of its data hides a defect."""
 GUESSING = "no_better_than_guessing"
 """Kind of the finding that a run has learned nothing, made at its last step."""
+EXPLODED = "exploded_start"
+"""Kind of the finding that the first losses exploded: no part of such a run is called healthy."""
 LOST = 10
 """Number of consecutive non-finite losses at the end; as many make the policy roll back."""
 

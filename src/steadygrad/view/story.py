@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from steadygrad.facts.kinds import find_kind
-from steadygrad.view.headline import LOST, name_cause, spell_place
+from steadygrad.view.headline import EXPLODED, LOST, name_cause, spell_place
 from steadygrad.view.marks import find_mark
 from steadygrad.view.read.incident_log import Problem, look
 from steadygrad.view.read.run import RunReader
@@ -94,10 +94,13 @@ def _format_done(problem: Problem) -> str:
 
 
 def _format_since(run: RunReader) -> str:
-    """Return since when nothing serious happened; a run that ended with it, or is lost, has not recovered."""
+    """Return since when nothing serious happened; a run that ended with it, or is lost, has not recovered.
+
+    Nor has one that began by exploding: quiet steps from ruined weights are not healthy ones.
+    """
     steps = run.steps
     last = max(steps.last_bad_step, run.incidents.last_serious_step)
     num_healthy = steps.last_step - last
-    if steps.num_lost >= LOST or num_healthy < 1 or run.incidents.halt is not None:
+    if steps.num_lost >= LOST or num_healthy < 1 or run.incidents.halt is not None or EXPLODED in run.incidents.kinds:
         return ""
     return f"Healthy since step {last + 1:,}: {spell_count(num_healthy, 'step')}."

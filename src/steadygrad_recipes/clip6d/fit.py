@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ from steadygrad_recipes.clip6d.saving import RunSaver
 from steadygrad_recipes.clip6d.sharding import ShardedStrategy
 from steadygrad_recipes.clip6d.storing import StoreIO, find_start
 from steadygrad_recipes.clip6d.synthetic import write_synthetic
+from steadygrad_recipes.stopping import listen
 
 LEFT_OUT = "left_out.jsonl"
 """File in the run directory that lists the rows of the data that could not be used."""
@@ -123,11 +126,17 @@ def fit(
     start = share_from_first(lambda: find_start(resume, run_dir))
     if resume is not None:
         console.say("No checkpoint yet: starting from scratch" if start is None else f"Resuming at step {start[1]}")
-    with CheckpointStore(run_dir / FOLDER, keep_last=config.keep_last) as store, _quiet_lightning():
+    with (
+        CheckpointStore(run_dir / FOLDER, keep_last=config.keep_last) as store,
+        _quiet_lightning(),
+        _interrupted_by_name(),
+        listen() as watch,
+    ):
         io = StoreIO(store)
         saver = RunSaver(
-            config, corpus, loader, guards=guards, progress=progress, io=io, run_dir=run_dir, console=console
-        )
+            config, corpus, loader, guards=guards, progress=progress, io=io, run_dir=run_dir, console=console,
+            watch=watch,
+        )  # fmt: skip
         # The order of hooks: a step is guarded before it is evaluated and saved
         trainer = build_trainer(config, [saver] if guards is None else [guards, saver], io, run_dir)
         trainer.fit(module, loader, ckpt_path=None if start is None else start[0])
@@ -185,6 +194,22 @@ def _use_threads(num: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _interrupted_by_name() -> Iterator[None]:
+    """Raise the KeyboardInterrupt that Lightning turns into an exit, with SIGINT ignored from then on."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as left:
+        if isinstance(left.__context__, KeyboardInterrupt):
+            raise left.__context__ from None
+        raise
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

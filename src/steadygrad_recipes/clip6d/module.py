@@ -162,7 +162,8 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         guarded = any(isinstance(c, GuardCallback) and c.guards for c in trainer.callbacks)
         # Each inspection waits for the device; a Guard measures every step without waiting.
         is_due = not (guarded and self.device.type == "cuda") or self.global_step % self.log_frequency == 0
-        is_due = is_due and (is_first() or not guarded)  # gradients are equal on all ranks
+        # Gradients are equal on all ranks, unless they are sharded: then all must take part
+        is_due = is_due and (is_first() or not guarded or any(map(is_dtensor, self.parameters())))
         if self.enable_gradient_monitoring and is_whole and is_due:
             stats = self.check_and_log_gradients(
                 step=self.global_step, apply_clipping=not guarded, max_grad_norm=self.gradient_clip_value

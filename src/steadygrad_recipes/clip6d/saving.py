@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from steadygrad.adapters.lightning import GuardCallback
+from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.state.random_state import capture_random, restore_random
@@ -30,6 +31,7 @@ from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus
 from steadygrad_recipes.clip6d.evaluate import evaluate, guess_loss
 from steadygrad_recipes.clip6d.sharding import release_encoders
 from steadygrad_recipes.clip6d.storing import StoreIO
+from steadygrad_recipes.stopping import leave
 
 Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d").Callback
 
@@ -48,10 +50,12 @@ class RunSaver(Callback):  # type: ignore[misc]
         io: StoreIO,
         run_dir: Path,
         console: Any,
+        watch: SignalWatch,
     ) -> None:
         super().__init__()
         self._config, self._corpus, self._loader, self._guards = config, corpus, loader, guards
         self._progress, self._io, self._run_dir, self._console = progress, io, run_dir, console
+        self._watch = watch
         self._random: dict[str, Any] | None = None
         self._devices: list[torch.device] = []
         self._pace, self._num_planned = Pace(), 0
@@ -104,8 +108,9 @@ class RunSaver(Callback):  # type: ignore[misc]
         if step % config.eval_every == 0:
             self._evaluate(trainer, pl_module)
             self._console.say(f"Step {step}: {_spell(self.metrics)}")
-        if step % config.save_every == 0:
+        if step % config.save_every == 0 or self._watch.received is not None:
             self._save(trainer)
+        self._leave_if_asked()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Report the epoch's numbers, then save everything."""
@@ -120,6 +125,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress.val_history.append({**self.metrics})
         self._console.say(describe_epoch(epoch, self.metrics, self._config.epochs))
         self._save(trainer, ends_epoch=True)
+        self._leave_if_asked()
         if trainer.should_stop or trainer.current_epoch + 1 >= self._config.epochs:
             self._judge_learning(pl_module)
 
@@ -133,6 +139,10 @@ class RunSaver(Callback):  # type: ignore[misc]
             losses, guess, first=progress.first_loss, peak=progress.peak, step=self.guard.num_steps - 1
         ):
             self.guard.note(found)
+
+    def _leave_if_asked(self) -> None:
+        if self._watch.received is not None:
+            leave()
 
     def _print_progress(self, step: int) -> None:
         """Print a line every `log_every` steps, where no bar on a terminal shows the same."""

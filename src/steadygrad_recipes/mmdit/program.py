@@ -76,6 +76,11 @@ def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | Non
         earlier = share_from_first(lambda: Description.read(run_dir) if (run_dir / NAME).is_file() else None)
     if earlier is not None and earlier.asked_lr == config.optimizer.lr:
         config, description = _set_rate(config, earlier.lr), dataclasses.replace(description, lr=earlier.lr)
+    if earlier is not None and earlier.vocab != description.vocab:
+        raise UsageError(
+            f"{run_dir} was trained with another vocabulary than that of this data: the same ids would be other words. "
+            "Resume with the data that it began with, or start a new run."
+        )
     if is_first():
         description.write(run_dir)
     trainer = make_trainer(config, corpus, run_dir, console)

@@ -9,9 +9,9 @@ import torch
 
 from steadygrad.errors import UsageError
 from steadygrad.trainer import load_trained
-from steadygrad.trainer.ranks import is_first
+from steadygrad.trainer.ranks import is_first, share_from_first
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
-from steadygrad_recipes.seo.data import Names, SEOData, encode_rows, load_data
+from steadygrad_recipes.seo.data import NAMES, Names, SEOData, encode_rows, load_data
 from steadygrad_recipes.seo.features import parse_page
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 from steadygrad_recipes.seo.readers import PAGES, Row, is_table, read_unscored, require_html
@@ -25,6 +25,8 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
     """Train; returns the exit code."""
     data = load_data(config)
     print_data(data, run_dir, console)
+    if resume is not None:
+        require_same_names(data.names, run_dir)
     if is_first():
         data.names.write(run_dir)
     warn_of_equal_scores(data, console)
@@ -41,6 +43,23 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
             f"Best validation loss {loss:.4f}, after {step + 1} steps. The mean of the scores gets {guess:.4f}."
         )
     return 0
+
+
+def require_same_names(names: Names, run_dir: Path) -> None:
+    """Raise UsageError if the run was trained on other features or scores: the same weights would mean others."""
+    earlier = share_from_first(lambda: Names.read(run_dir) if (run_dir / NAMES).is_file() else None)
+    if earlier is None:
+        return
+    for what, one, other in (
+        ("features", earlier.features, names.features),
+        ("scores", earlier.metrics, names.metrics),
+    ):
+        if list(one) != list(other):
+            apart = sorted(set(one) ^ set(other)) or list(other)
+            raise UsageError(
+                f"{run_dir} was trained on other {what} than this data has: {', '.join(apart[:NUM_SHOWN])}. Resume "
+                "with the data that it began with, or start a new run."
+            )
 
 
 def build_model(config: UltraOptimizedConfig, data: SEOData) -> UltraOptimizedSEOMetricsModule:

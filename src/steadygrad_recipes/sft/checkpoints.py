@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.disk.write import replace_file, sync_folder
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
+from steadygrad_recipes.stopping import leave
 
 _TrainerCallback: Any = import_extra("transformers", "transformers", what="the recipe sft").TrainerCallback
 
@@ -33,6 +35,23 @@ class SealCheckpoints(_TrainerCallback):  # type: ignore[misc]
         """Seal the checkpoint, now that all of its files are there."""
         if state.is_world_process_zero:
             write_seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+class StopOnSignal(_TrainerCallback):  # type: ignore[misc]
+    """Saves after the step in which a signal came, and ends the process. Must come after SealCheckpoints."""
+
+    def __init__(self, watch: SignalWatch) -> None:
+        self._watch = watch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask the Trainer for a checkpoint."""
+        if self._watch.received is not None:
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave, now that it is sealed."""
+        if self._watch.received is not None:
+            leave()
 
 
 def write_seal(folder: Path) -> None:

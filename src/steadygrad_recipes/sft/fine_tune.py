@@ -8,6 +8,7 @@ give the plain Trainer. Nothing is written outside the run directory.
 # ruff: noqa: ARG002 - the arguments of an event are the Trainer's
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from steadygrad.adapters.transformers import (
 )
 from steadygrad.config import GuardConfig, Precision
 from steadygrad.config.switch import is_switched_off
-from steadygrad.errors import ConfigError, UsageError
+from steadygrad.errors import ConfigError, TrainingHalted, UsageError
 from steadygrad.extras import import_extra
 from steadygrad.trainer.choices import choose_clip, choose_policy, open_trackers
 from steadygrad.trainer.files import append_metrics
@@ -33,7 +34,7 @@ from steadygrad.trainer.guessing import judge_training
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, join_ranks, share_from_first
 from steadygrad.words import spell_count
-from steadygrad_recipes.sft.checkpoints import SealCheckpoints, find_checkpoint
+from steadygrad_recipes.sft.checkpoints import SealCheckpoints, StopOnSignal, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.console import Console, NormKeeper, TrainingVoice
 from steadygrad_recipes.sft.data import Examples, read_examples
@@ -50,6 +51,7 @@ from steadygrad_recipes.sft.metrics import (
 from steadygrad_recipes.sft.model import add_lora, open_model
 from steadygrad_recipes.sft.quiet import quiet_libraries, use_few_threads
 from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
+from steadygrad_recipes.stopping import listen
 
 _transformers = import_extra("transformers", "transformers", what="the recipe sft")
 _Trainer: Any = _transformers.Trainer
@@ -87,7 +89,12 @@ class SftTrainer(_Trainer):  # type: ignore[misc]
         rows = self.train_dataset if train_dataset is None else train_dataset
         lengths = [len(row["input_ids"]) for row in rows]
         step_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(1, self.args.world_size)
-        return EpochSampler(lengths, self.args.seed, step_size if self._group_by_length else None)
+        group_size = step_size if self._group_by_length else None
+        return EpochSampler(lengths, self.args.seed, group_size, find_epoch=self._find_epoch)
+
+    def _find_epoch(self) -> int:
+        """Return the epoch that begins, or that a resume continues; the state counts parts of epochs too."""
+        return int(self.state.epoch or 0)
 
 
 class MetricsFile(_TrainerCallback):  # type: ignore[misc]
@@ -198,7 +205,16 @@ def _train(
         config, model, tokenizer, training, validation, run_dir, console
     )
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with listen() as watch:
+            trainer.add_callback(StopOnSignal(watch))
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except BaseException:
+        # While it is handled: the record then says that the run was stopped, or failed, and not that it finished.
+        # A UsageError: it ended before there was a guard
+        with contextlib.suppress(TrainingHalted, UsageError):
+            if callback is not None:
+                callback.guard.close()
+        raise
     finally:
         voice.close()
     trainer.save_model(str(run_dir / MODEL))

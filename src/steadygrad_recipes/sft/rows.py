@@ -7,7 +7,7 @@ and epoch, whatever happened before, which an exact resume requires.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,20 +103,20 @@ class Padder:
 class EpochSampler(Sampler[int]):
     """The order of the rows in an epoch; with `group_size`, neighbours have about the same length."""
 
-    def __init__(self, lengths: Sequence[int], seed: int, group_size: int | None = None) -> None:
+    def __init__(
+        self, lengths: Sequence[int], seed: int, group_size: int | None = None, *, find_epoch: Callable[[], int]
+    ) -> None:
+        """`find_epoch` is called at the start of each pass."""
         self._lengths, self._seed, self._group_size = lengths, seed, group_size
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate before each epoch."""
-        self._epoch = epoch
+        # Not a `set_epoch`: with several ranks, accelerate does not reach it after a resume within an epoch
+        self._find_epoch = find_epoch
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def __iter__(self) -> Iterator[int]:
         # Far apart, so that epoch 1 of one seed is not epoch 0 of the next
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._find_epoch())
         order: list[int] = torch.randperm(len(self._lengths), generator=generator).tolist()
         if self._group_size is None:
             return iter(order)
