@@ -1,8 +1,9 @@
-"""Which tests are slow and left out of `make test`: further cases of a claim that a quick test makes too, and a few
-whole files (elastic jobs, searches by several workers, FSDP1, frameworks on several ranks) that nothing quick replaces.
+"""Lists the slow tests that `make test` leaves out.
 
-A pattern is matched against a test's place, `stories/test_rescue.py::test_name[case]`; `*` stands for anything. Beside
-each file stands what of it stays quick. Scenarios of healthy trainings are marked where they are listed.
+Most are further cases of a claim that a quick test makes too; a few whole files have no quick replacement (elastic
+jobs, searches by several workers, FSDP1, frameworks on several ranks). A pattern is matched against a test's id,
+`stories/test_rescue.py::test_name[case]`; `*` matches anything. The comment above each group says what stays quick.
+Healthy trainings are marked in their own list.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ SLOW = (
     # subprocess, torchrun, a spawned process; DDP of the script's own in test_run_scripts
     "stories/test_run_processes.py::*[[]accelerate launch*",
     "stories/test_run_processes.py::*lightning_starts*",
-    # the commands, README, and that nothing more is installed
+    # the commands, README, and the check that nothing else is installed
     "stories/test_bare_wheel.py::*an_extra_brings*",
     "stories/test_bare_wheel.py::*the_demo_survives*",
-    # the optimizers with s: SGD and its kin, Shampoo, SOAP, Sophia, schedule-free ones
+    # the optimizers with s: SGD and its relatives, Shampoo, SOAP, Sophia, schedule-free ones
     "tensor/test_any_optimizer.py::*[[][a-rt-z]*",
     # the plain loop, GAN, PPO, Lightning and transformers
     "stories/test_examples.py::*on_deepspeed*",
@@ -47,7 +48,7 @@ SLOW = (
     # learning, a quiet guard
     "recipes/test_sft.py::*fp16_overflows_learns*",
     "recipes/test_sft.py::*prompts_that_fill*",
-    # one recipe, one search that goes on
+    # one recipe, one resumed search
     "recipes/test_tune.py::*study_of_other_settings*",
     "recipes/test_tune.py::*worker_that_was_killed*",
     "recipes/test_tune.py::*[[]mmdit*",
@@ -56,7 +57,7 @@ SLOW = (
     # resumes on another number of ranks: test_sharded_checkpoints.py; searches: recipes/test_tune.py
     "distributed/test_elastic.py::*",
     "distributed/test_tune_workers.py::*",
-    # DDP, and one rank that cannot
+    # DDP, and one rank that cannot replay
     "distributed/test_prove_ranks.py::*[[]fsdp*",
     "distributed/test_prove_ranks.py::*changes_its_weights*",
     "distributed/test_prove_ranks.py::*no_more_are_used*",
@@ -72,7 +73,7 @@ SLOW = (
     "recipes/test_clip6d_training.py::*version_of_the_loss_learns[[][12]*",
     "recipes/test_clip6d_training.py::*killed_by_sigkill*",
     "recipes/test_clip6d_training.py::*six_modalities*",
-    # seo is killed and resumed, and learns; the Trainer that all are made of is in tensor/test_trainer.py
+    # seo is killed and resumed, and learns; the Trainer behind all recipes is tested in tensor/test_trainer.py
     "recipes/test_cod_train.py::*kill_9*",
     "recipes/test_cod_train.py::*learns_more_than*",
     "recipes/test_mmdit_training.py::*goes_on_exactly*",
@@ -84,7 +85,7 @@ SLOW = (
     # stages of ZeRO in test_deepspeed.py, FSDP2 in test_fsdp.py
     "distributed/test_deepspeed_frameworks.py::*",
     "distributed/test_fsdp1.py::*",
-    # one of several places at which a training dies, of several losses and workers
+    # one of several points at which a training dies; one of several losses and workers
     "tensor/test_trainer.py::*dies_anywhere*[[][12]?]",
     "tensor/test_trainer.py::*told_to_stop*[[][12]?]",
     "tensor/test_losses.py::*compiles_as_one_graph[[][a-e]*",
@@ -95,7 +96,7 @@ SLOW = (
     "stories/test_run_scripts.py::*that_the_script_spawns*",
     "distributed/test_replay_together.py::*[[]tensor-4*",
     "silent/test_program.py::*judged_alike[[]healthy*",
-    # ranks of frameworks: test_run_scripts.py; what is preloaded; one end of a run, one signal, one search of the site
+    # ranks of frameworks: test_run_scripts.py; preloading; one way to end a run, one signal, one search of the site
     "adapters/test_two_ranks.py::*",
     "distributed/test_ranks_helper.py::*find_it_frozen*",
     "healthy/test_healthy.py::*by_every_default[[][pd]*",
@@ -118,11 +119,11 @@ SLOW = (
 
 
 def find_slow(places: list[str]) -> set[str]:
-    """Return those of the tests, by their places under tests/, that are slow."""
+    """Return the slow ones of these test ids under tests/."""
     whole = re.compile("|".join(map(fnmatch.translate, SLOW)))
     return {place for place in places if whole.match(place)}
 
 
 def find_unused(places: list[str]) -> list[str]:
-    """Return the patterns that no test fits: it was renamed or removed."""
+    """Return the patterns that match no test: it was renamed or removed."""
     return [pattern for pattern in SLOW if not fnmatch.filter(places, pattern)]
