@@ -1,4 +1,4 @@
-"""Features, scales and tolerances that the tests of the multiway loss share."""
+"""Features, scales and tolerances for the tests of the multiway loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_scale(num: int, dim: int, *, dtype: torch.dtype = torch.float64, device
 
 
 def evaluate(features: list[Tensor], scale: Tensor, **options: Any) -> list[Tensor]:
-    """The loss, and its gradients by scale and features."""
+    """Return the loss, and its gradients by scale and features."""
     loss = multiway_contrastive(features, scale, **options)
     weights = torch.linspace(-1, 2, loss.numel(), dtype=loss.dtype, device=loss.device)  # negative ones too
     total = loss if loss.dim() == 0 else (loss * weights.view_as(loss)).sum()

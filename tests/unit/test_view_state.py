@@ -1,4 +1,4 @@
-"""Whether a run is still going, and how it ended: read from the record alone, with real processes that end in all ways."""
+"""Whether a run is still going, and how it ended: read from the record alone, with real processes and every ending."""
 
 from __future__ import annotations
 
