@@ -20,11 +20,11 @@ SLOW = (
     "stories/test_rescue.py::test_a_guard_saves_the_run*AdamW, clipped*",
     "stories/test_rescue.py::*30_times_too_high*-clipped*",
     "stories/test_rescue.py::*starts_unstable*",
-    "stories/test_rescue.py::*again_and_again*",
+    "stories/test_rescue.py::*lowered_repeatedly*",
     "stories/test_rescue.py::test_a_guard_saves_the_run*AdamW, unclipped*",
     "stories/test_rescue.py::*30_times_too_high*SGD*",
     "stories/test_rescue.py::test_clipping_alone*NaN*",
-    "stories/test_rescue.py::*left_alone*[[]rnn*",
+    "stories/test_rescue.py::*bit_identical*[[]rnn*",
     # seo with DDP, clip6d with FSDP2; one way of making workers
     "recipes/test_ranks.py::*[[]cod-*",
     "recipes/test_ranks.py::*[[]mmdit-*",
@@ -35,9 +35,9 @@ SLOW = (
     "recipes/test_ranks.py::*[[]new workers-own*",
     # subprocess, torchrun, a spawned process; DDP of the script's own in test_run_scripts
     "stories/test_run_processes.py::*[[]accelerate launch*",
-    "stories/test_run_processes.py::*lightning_starts*",
+    "stories/test_run_processes.py::*started_by_lightning*",
     # the commands, README, and the check that nothing else is installed
-    "stories/test_bare_wheel.py::*an_extra_brings*",
+    "stories/test_bare_wheel.py::*an_extra_installs*",
     "stories/test_bare_wheel.py::*the_demo_survives*",
     # the optimizers with s: SGD and its relatives, Shampoo, SOAP, Sophia, schedule-free ones
     "tensor/test_any_optimizer.py::*[[][a-rt-z]*",
@@ -60,8 +60,8 @@ SLOW = (
     # DDP, and one rank that cannot replay
     "distributed/test_prove_ranks.py::*[[]fsdp*",
     "distributed/test_prove_ranks.py::*changes_its_weights*",
-    "distributed/test_prove_ranks.py::*no_more_are_used*",
-    "distributed/test_prove_ranks.py::*room_for_fewer*",
+    "distributed/test_prove_ranks.py::*no_longer_has*",
+    "distributed/test_prove_ranks.py::*as_few_batches*",
     # nothing before torch, transformers, an import that fails
     "stories/test_run_arrival.py::*[[]lightning*",
     "stories/test_run_arrival.py::*[[]datasets*",
@@ -93,12 +93,12 @@ SLOW = (
     "tensor/test_checkpoint_signals.py::*restart_continues[[]Ctrl-C*",
     "tensor/test_shutdown.py::*data_workers_saves[[]SIGTERM, own*",
     "tensor/test_checkpoint_resume.py::*worker_processes_are_resumed_too[[]13*",
-    "stories/test_run_scripts.py::*that_the_script_spawns*",
+    "stories/test_run_scripts.py::*spawned_by_the_script*",
     "distributed/test_replay_together.py::*[[]tensor-4*",
     "silent/test_program.py::*judged_alike[[]healthy*",
     # ranks of frameworks: test_run_scripts.py; preloading; one way to end a run, one signal, one search of the site
     "adapters/test_two_ranks.py::*",
-    "distributed/test_ranks_helper.py::*find_it_frozen*",
+    "distributed/test_ranks_helper.py::*in_these_tests_frozen*",
     "healthy/test_healthy.py::*by_every_default[[][pd]*",
     "tensor/test_run_states.py::*[[]halt*",
     "tensor/test_run_states.py::*[[]signal*",
@@ -114,7 +114,7 @@ SLOW = (
     "distributed/test_fsdp.py::*[[]copies*",
     "distributed/test_deepspeed.py::*none[[]3-bf16*",
     "distributed/test_deepspeed.py::*none[[]2-bf16*",
-    "stories/test_demo.py::*switched_off_is_no_success*",
+    "stories/test_demo.py::*disabled_guard_is_not_a_success*",
 )
 
 

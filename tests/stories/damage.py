@@ -1,9 +1,9 @@
-"""Damage that stays finite: the training goes on, and ends worse than it should. Nothing here is NaN or Inf.
+"""Finite damage: the training continues and ends worse than it should. Nothing here is NaN or Inf.
 
-Each story hurts the weights, the moments, the rate or the data of one of the three trainings in mid-run. Weights are
-overwritten through `.data`, as a broken kernel, a bad memory cell or a careless program does it: no version moves. With
-a data change the data becomes another one at the same step, for the clean run too; then the level of the loss says
-nothing, and only the same batches under older weights tell damage from news.
+Each story damages the weights, the moments, the rate or the data of one of the three trainings in mid-run. Weights are
+overwritten through `.data`, as by a broken kernel, bad memory or a careless program: no version changes. With a data
+change, the data are replaced at the same step, in the clean run too; then the level of the loss says nothing, and only
+the same batches under older weights separate damage from new data.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ Hurt = Callable[[nn.Module, torch.optim.Optimizer], Any]
 Change = Callable[[Batch], Batch]
 
 AT = {"transformer": 300, "cnn": 140, "rnn": 440}
-"""The step of the damage, and of the data change: late enough to have something to lose, early enough to be saved."""
+"""The step of the damage and of the data change: late enough to have learnt something, early enough to recover."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangingTraining(Training):
-    """A training whose data becomes another one on the way; what is held out is of the new kind."""
+    """A training whose data change midway; the held-out data are of the new kind."""
 
     change: Change
     changes_at: int
 
     def order(self) -> list[Batch]:
-        """The batches as this seed trains on them; the change comes at the same step for each seed."""
+        """Return the batches in this seed's order; the change comes at the same step for each seed."""
         batches = super().order()
         return [*batches[: self.changes_at], *map(self.change, batches[self.changes_at :])]
 
 
 def change_data(training: Training) -> ChangingTraining:
-    """The same training on other data from its step in AT on."""
+    """Return the same training on other data from step AT on."""
     change = CHANGES[training.name]
     fields = {field.name: getattr(training, field.name) for field in dataclasses.fields(training)}
     fields["held_out"] = [change(batch) for batch in training.held_out]
@@ -59,7 +59,7 @@ def change_data(training: Training) -> ChangingTraining:
 
 
 def mix_spellings(batch: Batch) -> Batch:
-    """Every other text is spelled with the alphabet turned around: half of the data is as it was."""
+    """Spell every other text with the reversed alphabet: half of the data stays the same."""
     inputs, targets = (column.clone() for column in batch)
     for column in (inputs, targets):
         column[::2] = len(ALPHABET) - 1 - column[::2]
@@ -67,23 +67,23 @@ def mix_spellings(batch: Batch) -> Batch:
 
 
 def mirror_images(batch: Batch) -> Batch:
-    """Two of the four directions change places."""
+    """Swap two of the four directions."""
     return batch[0].flip(3), batch[1]
 
 
 def permute_answers(batch: Batch) -> Batch:
-    """Every symbol has another name: all that is known is wrong."""
+    """Rename every symbol: everything learnt is wrong."""
     return batch[0], (batch[1] + 1) % SYMBOLS
 
 
 CHANGES: dict[str, Change] = {"transformer": mix_spellings, "cnn": mirror_images, "rnn": permute_answers}
 
 
-# --- what is hurt ----------------------------------------------------------------------------------------------------
+# --- kinds of damage -------------------------------------------------------------------------------------------------
 
 
 def repeat(hurt: Hurt, *, at: int, count: int = 1) -> Meddle:
-    """Do the damage before the batch numbered `at`, and before each of the next ones up to `count` in all."""
+    """Do the damage before batch number `at`, and before each of the next ones, `count` in total."""
 
     def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
         return lambda number: hurt(model, optimizer) if at <= number < at + count else None
@@ -92,7 +92,7 @@ def repeat(hurt: Hurt, *, at: int, count: int = 1) -> Meddle:
 
 
 def set_rate(factor: float, *, at: int, until: int | None = None) -> Meddle:
-    """Write a wrong rate into the optimizer once, and the right one again at `until`; in between nobody writes it."""
+    """Write a wrong rate into the optimizer once, and the right one again at `until`; nothing writes it in between."""
 
     def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -108,7 +108,7 @@ def set_rate(factor: float, *, at: int, until: int | None = None) -> Meddle:
 
 
 def copy_early_average(*, at: int, num_steps: int = 20) -> Meddle:
-    """An average that was forgotten after the first steps takes the place of the weights."""
+    """Replace the weights with an average that was never updated after the first steps."""
 
     def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
         averages = [weight.detach().clone() for weight in model.parameters()]
@@ -126,7 +126,7 @@ def copy_early_average(*, at: int, num_steps: int = 20) -> Meddle:
 
 
 def scale_weights(part: str, factor: float) -> Hurt:
-    """Matrices with `part` in their names become `factor` times as large."""
+    """Multiply matrices with `part` in their names by `factor`."""
 
     def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for weight in _find_matrices(model, part):
@@ -136,7 +136,7 @@ def scale_weights(part: str, factor: float) -> Hurt:
 
 
 def add_noise(deviations: float) -> Hurt:
-    """Noise of so many standard deviations of each matrix is added to it."""
+    """Add noise to each matrix, in units of its standard deviation."""
 
     def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         generator = torch.Generator().manual_seed(9)
@@ -147,7 +147,7 @@ def add_noise(deviations: float) -> Hurt:
 
 
 def permute_rows(part: str) -> Hurt:
-    """The rows of a matrix come in another order: the values are right, their places are not."""
+    """Permute the rows of a matrix: the values are right, their positions are not."""
 
     def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for weight in _find_matrices(model, part):
@@ -158,7 +158,7 @@ def permute_rows(part: str) -> Hurt:
 
 
 def round_weights(num_bits: int) -> Hurt:
-    """All matrices are rounded to so few bits."""
+    """Round all matrices to few bits."""
 
     def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for weight in _find_matrices(model):
@@ -169,7 +169,7 @@ def round_weights(num_bits: int) -> Hurt:
 
 
 def scale_batchnorm(factor: float) -> Hurt:
-    """Scales of every BatchNorm become `factor` times as large, its running variance a hundred times."""
+    """Multiply the scales of every BatchNorm by `factor`, and its running variance by a hundred."""
 
     def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for module in model.modules():
@@ -181,7 +181,7 @@ def scale_batchnorm(factor: float) -> Hurt:
 
 
 def scale_state(name: str, factor: float) -> Hurt:
-    """One kind of the optimizer's state becomes `factor` times as large; its counters stay."""
+    """Multiply one kind of the optimizer's state by `factor`; its counters stay."""
 
     def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
@@ -191,13 +191,13 @@ def scale_state(name: str, factor: float) -> Hurt:
 
 
 def lose_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Adam's moments are zero and its counter is not, so its bias correction is wrong: steps of ten times the rate."""
+    """Zero Adam's moments but not its counter, so its bias correction is wrong: steps of ten times the rate."""
     for name in ("exp_avg", "exp_avg_sq"):
         scale_state(name, 0.0)(model, optimizer)
 
 
 def spoil_batches(batches: Sequence[Batch], *, at: int, count: int, factor: float) -> list[Batch]:
-    """`count` batches in a row have inputs `factor` times as large, and each label belongs to another sample."""
+    """Multiply the inputs of `count` batches in a row by `factor`, and give each label to another sample."""
     bad = range(at, at + count)
     return [(x * factor, y.roll(1)) if number in bad else (x, y) for number, (x, y) in enumerate(batches)]
 
@@ -210,14 +210,14 @@ def _find_matrices(model: nn.Module, part: str = "") -> list[Tensor]:
 
 
 def make_damage_stories(*, with_data_change: bool = False) -> list[Story]:
-    """Thirteen trainings with finite damage, and optionally with new data from the same step on.
+    """Return thirteen trainings with finite damage, optionally with new data from the same step on.
 
-    Unguarded, most end with 1.3 to 60 times the clean held-out loss. Two heal by themselves and need nobody: lost
-    moments, and weights of two bits, which end between 1.0 and 1.35; a guard must only not make them worse. With new
-    data two more end below 1.35, embedding rows and the early average, since much is to be learnt again anyway. `finds`
-    is empty: what is reported beside the action is for the rules to say.
+    Unguarded, most end with 1.3 to 60 times the clean held-out loss. Two recover by themselves: lost moments, and
+    weights of two bits, which end between 1.0 and 1.35; there a guard only must not make things worse. With new data
+    two more end below 1.35, embedding rows and the early average, since much must be learnt again anyway. `finds` is
+    empty: findings without an action are up to the rules.
     """
-    # The transformer needs a hundred steps more to learn the second spelling.
+    # The transformer needs another hundred steps to learn the second spelling.
     language, images, memory = train_language(500 if with_data_change else 400), train_images(), train_memory()
     if with_data_change:
         language, images, memory = map(change_data, (language, images, memory))
