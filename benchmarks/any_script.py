@@ -163,7 +163,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--program", action="append", default=[], metavar='"NAME = script.py arguments"')
     parser.add_argument(
-        "--repositories", type=Path, metavar="FOLDER", help="a folder that holds clones, each by its name"
+        "--repositories", type=Path, metavar="FOLDER", help="folder of clones, each under the name of its repository"
     )
     arguments = parser.parse_args()
     clones = arguments.repositories and arguments.repositories.resolve()

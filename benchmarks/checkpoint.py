@@ -123,7 +123,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parameters", type=int, help="another size; nothing is written then")
+    parser.add_argument("--parameters", type=int, help="another size; then nothing is written")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="a twentieth of the size, twice; nothing is written")
     parser.add_argument("--folder", type=Path, help="where to write; by default the system's temporary folder")

@@ -281,9 +281,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="three rates, five ways, a tiny model; nothing is written")
-    parser.add_argument("--seeds", type=int, help="so many, one after the other  [default: 3 on cpu, 2 on cuda]")
-    parser.add_argument("--seconds", type=float, help="begin no run after so many")
-    parser.add_argument("--workers", type=int, help="processes  [default: all cores but a few]")
+    parser.add_argument(
+        "--seeds", type=int, help="number of seeds, run one after the other  [default: 3 on cpu, 2 on cuda]"
+    )
+    parser.add_argument("--seconds", type=float, help="start no run after this many seconds")
+    parser.add_argument("--workers", type=int, help="number of processes  [default: all cores except a few]")
     parser.add_argument("--only", action="append", choices=list(COLUMNS), help="this way only; nothing is written")
     args = parser.parse_args()
     size = SIZES["quick" if args.quick else args.device]

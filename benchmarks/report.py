@@ -284,7 +284,7 @@ def main() -> None:
     """Write the runs, measure, print, and save the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="where the made-up runs are kept; made when they are not there")
+    parser.add_argument("--folder", type=Path, help="folder of the synthetic runs; they are created if missing")
     parser.add_argument("--quick", action="store_true", help="20,000 steps and no browser; nothing is written")
     parser.add_argument("--live", action="store_true", help="only zooming and the live page with many runs")
     arguments = parser.parse_args()

@@ -386,7 +386,7 @@ def render_looks(results: Results) -> str:
         [
             f"{name}, {found['num_tensors']} tensors",
             *(
-                f"{one['median_ms']:+.2f} (mean {one['mean_ms']:+.2f}) beside {one['usual_ms']:.1f}"
+                f"{one['median_ms']:+.2f} (mean {one['mean_ms']:+.2f}), usually {one['usual_ms']:.1f}"
                 for one in (found["host"], found["step"])
             ),
             str(found["launches"]["with"] - found["launches"]["without"]) if found["launches"] else "-",

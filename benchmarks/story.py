@@ -88,7 +88,7 @@ def draw(story: dict[str, Any]) -> str:
         parts += [curve(points, colour) for points in find_stretches(losses[name], x, y)]
     parts += draw_end(story, losses["unguarded"], x, y)
     parts += draw_deeds(story, x)
-    title = "The same training with the same three faults: unguarded, its weights become NaN; guarded, it goes on"
+    title = "The same training with the same three faults: unguarded, its weights become NaN; guarded, it continues"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="13"'
     font = 'font-family="system-ui, sans-serif"'
     box = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>'

@@ -156,8 +156,8 @@ def summarise_zoo(results: Results) -> list[Row]:
     what = "Broken trainings where op, line, module, kind and phase are all named correctly"
     exact = summary["anomaly_mode"]["exact"]
     controls = f"{len(summary['alarms'])} alarms on {summary['controls']} healthy ones"
-    beside = f"detect_anomaly {exact} (op and line only)"
-    return [(what, f"{summary['diagnose']} of {summary['cases']}; {controls}", beside)]
+    others_text = f"detect_anomaly {exact} (op and line only)"
+    return [(what, f"{summary['diagnose']} of {summary['cases']}; {controls}", others_text)]
 
 
 def summarise_peers(results: Results) -> list[Row]:
@@ -183,9 +183,9 @@ def summarise_harm(results: Results) -> list[Row]:
 def summarise_rescue(results: Results) -> list[Row]:
     num = sum(len(story["Guard"]) for story in results.values())
     saved = {way: sum(is_saved(run) for s in results.values() for run in s[way]) for way in RESCUERS}
-    beside = ", ".join(f"{way} {count}" for way, count in saved.items() if way != "Guard")
+    others_text = ", ".join(f"{way} {count}" for way, count in saved.items() if way != "Guard")
     what = f"Trainings with a fault that end within 10 % of the clean run's loss ({len(results)} faults, {num} runs)"
-    return [(what, f"{saved['Guard']}", beside)]
+    return [(what, f"{saved['Guard']}", others_text)]
 
 
 RESCUERS = ("Guard", "unguarded", "clip_grad_norm_", "ZClip")
@@ -214,19 +214,19 @@ def summarise_detectors(results: Results) -> list[Row]:
     shown = {
         name: f"{sum(found[name]) / len(found[name]):.0%}, {sum(false[name]) / len(false[name]):.2f}" for name in found
     }
-    beside = "; ".join(f"{name} {shown[name]}" for name in shown if name not in ("steadygrad", "median + 8 MAD"))
-    return [("Loss spikes found, and false alarms per 1000 steps", shown["steadygrad"], beside)]
+    others_text = "; ".join(f"{name} {shown[name]}" for name in shown if name not in ("steadygrad", "median + 8 MAD"))
+    return [("Loss spikes found, and false alarms per 1000 steps", shown["steadygrad"], others_text)]
 
 
 def summarise_diagnosis(results: Results) -> list[Row]:
     cases = [results["one sample overflows"], results["no sample is to blame"]]
     memory = f"{max(case['memory'] for case in cases):.2f} of a step's memory"
-    beside = f"a step of {results['step_ms']:.0f} ms"
+    others_text = f"a step of {results['step_ms']:.0f} ms"
     return [
         (
             "One diagnosis, made only when a step fails",
             f"{show_range([c['steps'] for c in cases])} steps, {memory}",
-            beside,
+            others_text,
         )
     ]
 
@@ -274,11 +274,11 @@ def summarise_multiway(results: Results) -> list[Row]:
     rows = []
     for size, row in [*list(shared.items())[-1:], (last, alone)]:
         shown = {way: show_cost(found) for way, found in row.items()}
-        beside = "; ".join(f"{way} {cost}" for way, cost in shown.items() if "ours" not in way)
+        others_text = "; ".join(f"{way} {cost}" for way, cost in shown.items() if "ours" not in way)
         num_bytes = 4 * int(size.removeprefix("B=")) ** 6
         ours = f"{shown['ours']}; bf16 {shown['ours, bf16']}"
         what = f"The exact contrastive loss over six modalities, {size}, D=512"
-        rows.append((what, ours, beside or f"the logits alone would be {num_bytes >> 30} GiB"))
+        rows.append((what, ours, others_text or f"the logits alone would be {num_bytes >> 30} GiB"))
     return rows
 
 

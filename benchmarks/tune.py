@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--recipes", help=f"some of {','.join(SIZES)}")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"some of {','.join(WAYS)}")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one recipe in short, two seeds; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="one shortened recipe, two seeds; nothing is written")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)

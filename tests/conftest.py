@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         places[place].add_marker(pytest.mark.slow)
     unused = find_unused(list(places)) if len(items) > WHOLE_SUITE else []
     if unused:
-        raise pytest.UsageError(f"tests/slow.py has patterns that no test fits: {', '.join(unused)}. Correct them.")
+        raise pytest.UsageError(f"tests/slow.py has patterns that match no test: {', '.join(unused)}. Correct them.")
 
 
 def pytest_collection_finish() -> None:

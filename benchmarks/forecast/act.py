@@ -57,7 +57,7 @@ def make_config(threshold: float | None, policy: Policy = ACTING) -> GuardConfig
 def run_acting(story: Story, threshold: float | None) -> Run:
     """Run the story on a Guard that also acts on the forecast."""
     batches = story.spoil(story.clean.order())
-    run = train_guarded(story.faulty, make_config(threshold), batches=batches, meddle=story.meddle)
+    run = train_guarded(story.faulty, make_config(threshold), batches=batches, make_fault=story.make_fault)
     FORECASTS.extend(i.step for i in run.guard.incidents if is_answered(i))
     return run
 
@@ -212,10 +212,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three stories, few runs, nothing written")
     parser.add_argument("--part", choices=("all", "again", "stories"), default="all")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--num-again", type=int, default=60, help="runs of held-out programs of each sort")
+    parser.add_argument("--num-again", type=int, default=60, help="runs of held-out programs of each kind")
     arguments = parser.parse_args()
     if arguments.part != "stories" and arguments.traces is None:
-        parser.error(f"--part {arguments.part} begins runs of traces anew, and none were given. Give --traces DIR.")
+        parser.error(f"--part {arguments.part} restarts runs of traces, and none were given. Give --traces DIR.")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)

@@ -207,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="what generate.py wrote")
     parser.add_argument("--horizon", type=int, default=32)
-    parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} runs made at once; nothing is written")
+    parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} new runs; nothing is written")
     arguments = parser.parse_args()
     if arguments.traces is None and not arguments.quick:
         print("left out: it takes traces of thousands of runs. Make them with generate.py, and give --traces DIR.")

@@ -332,11 +332,11 @@ def work(worker: int, seed: int, seconds: float, max_bytes: int, out: Path) -> N
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long each worker makes runs")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long each worker runs")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--max-mb", type=float, default=36.0, help="room for all traces together")
+    parser.add_argument("--max-mb", type=float, default=36.0, help="space for all traces")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     room = int(arguments.max_mb * 1e6 / arguments.workers)

@@ -217,7 +217,7 @@ def test_stable_arguments_clip_warm_up_and_name_the_labels(tmp_path: Path) -> No
     assert args.max_grad_norm == 1.0
     assert args.get_warmup_steps(1000) == 50
     assert args.label_names == ["labels"]
-    assert args.logging_nan_inf_filter, "switched off, one NaN stays in the running sum for ever"
+    assert args.logging_nan_inf_filter, "if disabled, one NaN stays in the running sum forever"
     has_gpu = torch.cuda.is_available()
     assert (args.bf16 or args.fp16) == has_gpu
 

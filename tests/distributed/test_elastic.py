@@ -50,7 +50,7 @@ def test_a_job_that_loses_ranks_ends_with_the_weights_of_an_undisturbed_one(dist
         assert_same(torch.load(disturbed / f"final_{rank}.pt"), undisturbed[rank])
     assert len((disturbed / "kills.txt").read_text().splitlines()) == NUM_KILLS
     steps = [json.loads(line)["step"] for line in (disturbed / "steps.jsonl").read_text().splitlines()]
-    assert steps == list(range(NUM_EPOCHS * NUM_ROWS // 8)), "each step stands in the record once"
+    assert steps == list(range(NUM_EPOCHS * NUM_ROWS // 8)), "each step is in the record once"
 
 
 def test_each_life_is_recorded_and_the_files_name_the_rank_that_hung(disturbed: Path) -> None:
@@ -58,7 +58,7 @@ def test_each_life_is_recorded_and_the_files_name_the_rank_that_hung(disturbed: 
     assert [len(life) for life in lives] == [NUM_KILLS + 1] * 2
     victim = int((disturbed / "kills.txt").read_text().splitlines()[-1].split()[1])
     last_seen = [life[NUM_KILLS - 1][-1]["time"] for life in lives]
-    assert last_seen[victim] <= last_seen[1 - victim], "the rank that stood still was heard last before the others"
+    assert last_seen[victim] <= last_seen[1 - victim], "the hanging rank wrote its last line before the others"
 
 
 def _split_lives(path: Path) -> list[list[dict[str, Any]]]:

@@ -90,8 +90,8 @@ def test_features_may_have_any_memory_layout(negatives: str, precision: str) -> 
     dense, scale = make_features(4, 19, 64), 10.0 * align_gain(4, 64)
     expected = evaluate(dense, scale, negatives=negatives, precision=precision)
     columns_first = [f.detach().t().contiguous().t().requires_grad_() for f in dense]
-    beside = [f.requires_grad_() for f in torch.stack([f.detach() for f in dense], 1).unbind(1)]
-    for strange in (columns_first, beside):
+    interleaved = [f.requires_grad_() for f in torch.stack([f.detach() for f in dense], 1).unbind(1)]
+    for strange in (columns_first, interleaved):
         found = evaluate(strange, scale, negatives=negatives, precision=precision)
         # Positives are summed in another order, and a few weights round the other way.
         assert max(differ(found, expected)) < LIMITS[precision] / 10

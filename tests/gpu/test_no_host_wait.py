@@ -152,7 +152,7 @@ def test_fifty_steps_with_snapshots_and_scans_make_no_sync_call() -> None:
     for _ in range(58):
         guard.step(fn, x)
     guard.flush()
-    assert guard._rollback.snapshots.newest_good is not None, "the ring was in use while nothing was waited for"
+    assert guard._rollback.snapshots.newest_good is not None, "the ring was in use and the host never waited"
     assert guard.findings == [] or all(f.severity.value == "info" for f in guard.findings)
 
 

@@ -21,7 +21,7 @@ from trainings import (
     BACK,
     SYMBOLS,
     Batch,
-    Meddle,
+    MakeFault,
     Story,
     Training,
     train_images,
@@ -29,7 +29,7 @@ from trainings import (
     train_memory,
 )
 
-Hurt = Callable[[nn.Module, torch.optim.Optimizer], Any]
+Damage = Callable[[nn.Module, torch.optim.Optimizer], Any]
 """Does the damage; called before a batch."""
 Change = Callable[[Batch], Batch]
 
@@ -82,19 +82,19 @@ CHANGES: dict[str, Change] = {"transformer": mix_spellings, "cnn": mirror_images
 # --- kinds of damage -------------------------------------------------------------------------------------------------
 
 
-def repeat(hurt: Hurt, *, at: int, count: int = 1) -> Meddle:
+def repeat(harm: Damage, *, at: int, count: int = 1) -> MakeFault:
     """Do the damage before batch number `at`, and before each of the next ones, `count` in total."""
 
-    def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
-        return lambda number: hurt(model, optimizer) if at <= number < at + count else None
+    def make_fault(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+        return lambda number: harm(model, optimizer) if at <= number < at + count else None
 
-    return meddle
+    return make_fault
 
 
-def set_rate(factor: float, *, at: int, until: int | None = None) -> Meddle:
+def set_rate(factor: float, *, at: int, until: int | None = None) -> MakeFault:
     """Write a wrong rate into the optimizer once, and the right one again at `until`; nothing writes it in between."""
 
-    def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    def make_fault(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
         rates = [group["lr"] for group in optimizer.param_groups]
 
         def before_batch(number: int) -> None:
@@ -104,13 +104,13 @@ def set_rate(factor: float, *, at: int, until: int | None = None) -> Meddle:
 
         return before_batch
 
-    return meddle
+    return make_fault
 
 
-def copy_early_average(*, at: int, num_steps: int = 20) -> Meddle:
+def copy_early_average(*, at: int, num_steps: int = 20) -> MakeFault:
     """Replace the weights with an average that was never updated after the first steps."""
 
-    def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    def make_fault(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
         averages = [weight.detach().clone() for weight in model.parameters()]
 
         def before_batch(number: int) -> None:
@@ -122,72 +122,72 @@ def copy_early_average(*, at: int, num_steps: int = 20) -> Meddle:
 
         return before_batch
 
-    return meddle
+    return make_fault
 
 
-def scale_weights(part: str, factor: float) -> Hurt:
+def scale_weights(part: str, factor: float) -> Damage:
     """Multiply matrices with `part` in their names by `factor`."""
 
-    def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def harm(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for weight in _find_matrices(model, part):
             weight.data.mul_(factor)
 
-    return hurt
+    return harm
 
 
-def add_noise(deviations: float) -> Hurt:
+def add_noise(deviations: float) -> Damage:
     """Add noise to each matrix, in units of its standard deviation."""
 
-    def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def harm(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         generator = torch.Generator().manual_seed(9)
         for weight in _find_matrices(model):
             weight.data.add_(deviations * weight.data.std() * torch.randn(weight.shape, generator=generator))
 
-    return hurt
+    return harm
 
 
-def permute_rows(part: str) -> Hurt:
+def permute_rows(part: str) -> Damage:
     """Permute the rows of a matrix: the values are right, their positions are not."""
 
-    def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def harm(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for weight in _find_matrices(model, part):
             order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(9))
             weight.data.copy_(weight.data[order])
 
-    return hurt
+    return harm
 
 
-def round_weights(num_bits: int) -> Hurt:
+def round_weights(num_bits: int) -> Damage:
     """Round all matrices to few bits."""
 
-    def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def harm(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for weight in _find_matrices(model):
             step = weight.data.abs().max() / (2 ** (num_bits - 1) - 1)
             weight.data.copy_((weight.data / step).round() * step)
 
-    return hurt
+    return harm
 
 
-def scale_batchnorm(factor: float) -> Hurt:
+def scale_batchnorm(factor: float) -> Damage:
     """Multiply the scales of every BatchNorm by `factor`, and its running variance by a hundred."""
 
-    def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def harm(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.weight.data.mul_(factor)
                 module.running_var.data.mul_(100.0)
 
-    return hurt
+    return harm
 
 
-def scale_state(name: str, factor: float) -> Hurt:
+def scale_state(name: str, factor: float) -> Damage:
     """Multiply one kind of the optimizer's state by `factor`; its counters stay."""
 
-    def hurt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def harm(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             state[name].mul_(factor)
 
-    return hurt
+    return harm
 
 
 def lose_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -222,7 +222,7 @@ def make_damage_stories(*, with_data_change: bool = False) -> list[Story]:
     if with_data_change:
         language, images, memory = map(change_data, (language, images, memory))
     late, middle, end = (AT[training.name] for training in (language, images, memory))
-    hurt: list[tuple[str, Training, Meddle]] = [
+    lasting: list[tuple[str, Training, MakeFault]] = [
         ("rate x 100 for good, SGD", images, set_rate(100.0, at=middle)),
         ("rate x 30 for 40 steps, AdamW", language, set_rate(30.0, at=late, until=late + 40)),
         ("attention matrices x 20", language, repeat(scale_weights("queries_keys_values", 20.0), at=late)),
@@ -234,15 +234,15 @@ def make_damage_stories(*, with_data_change: bool = False) -> list[Story]:
         ("early average copied back", language, copy_early_average(at=late)),
         ("BatchNorm scales x 20", images, repeat(scale_batchnorm(20.0), at=middle)),
     ]
-    healing: list[tuple[str, Training, Meddle]] = [
+    healing: list[tuple[str, Training, MakeFault]] = [
         ("moments lost, counter kept", language, repeat(lose_moments, at=late)),
         ("weights rounded to 2 bits", language, repeat(round_weights(2), at=late)),
     ]
     suffix = ", new data" if with_data_change else ""
     stories = [
-        Story(name=name + suffix, clean=clean, meddle=meddle, finds=frozenset(), does=does)
-        for those, does in ((hurt, BACK), (healing, frozenset()))
-        for name, clean, meddle in those
+        Story(name=name + suffix, clean=clean, make_fault=make_fault, finds=frozenset(), does=does)
+        for those, does in ((lasting, BACK), (healing, frozenset()))
+        for name, clean, make_fault in those
     ]
     spoil = functools.partial(spoil_batches, at=end, count=20, factor=50.0)
     return [*stories, Story(name=f"20 bad batches{suffix}", clean=memory, spoil=spoil, finds=frozenset(), does=BACK)]

@@ -112,7 +112,7 @@ def test_the_environment_is_bare(bare: Path, tmp_path: Path) -> None:
     seen = run(bare, "-c", "import steadygrad, torch; print(steadygrad.__file__)", cwd=tmp_path)
     assert "bare" in seen.stdout, seen.stderr
     for name in ("yaml", "matplotlib", "transformers", "lightning", "starlette"):
-        assert run(bare, "-c", f"import {name}", cwd=tmp_path).returncode == 1, f"{name} is no hard dependency"
+        assert run(bare, "-c", f"import {name}", cwd=tmp_path).returncode == 1, f"{name} is not a hard dependency"
 
 
 def test_the_readme_runs(bare: Path, tmp_path: Path) -> None:

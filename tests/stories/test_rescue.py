@@ -248,7 +248,7 @@ DAMAGE = {story.name: story for change in (False, True) for story in make_damage
 # One for each way of finding damage; benchmarks/finite_damage.py runs them all.
 FOUND_BY = {
     "rate x 30 for 40 steps, AdamW": "the second look, once the rate is back",
-    "embedding rows permuted": "a spike that hurt the weights, and they stay hurt",
+    "embedding rows permuted": "a spike that damages the weights for good",
     "BatchNorm scales x 20": "a jump that stays",
     "attention matrices x 20, new data": "the same steps made again from earlier weights",
 }

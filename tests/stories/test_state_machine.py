@@ -334,7 +334,7 @@ class Programs(RuleBasedStateMachine):
     def roll_back(self) -> None:
         actor = self.guard._requests.actor
         self.guard.flush()
-        verdict = Verdict(action=Action.ROLLBACK, reason="made up")
+        verdict = Verdict(action=Action.ROLLBACK, reason="for the test")
         outcome = actor.carry_out(verdict, None, step=self.guard.num_steps - 1)
         assert outcome.action is Action.ROLLBACK
         self.guard._rollback.follow()
@@ -371,7 +371,7 @@ class Programs(RuleBasedStateMachine):
     @rule(is_clean=st.booleans())
     def fork(self, is_clean: bool) -> None:
         """Fork the process and exit the copy: without cleaning up, like a DataLoader's worker, or with it."""
-        child = os.fork()  # which writes buffered lines, so that there is one
+        child = os.fork()  # which writes buffered lines, so that one exists
         if child == 0:
             has_written = True
             try:

@@ -24,7 +24,7 @@ from steadygrad.errors import TrainingHalted
 from steadygrad.testing import corrupt_weight, jump_lr, poison_batches, scale_batches
 
 Batch = tuple[Tensor, Tensor]
-Meddle = Callable[[nn.Module, torch.optim.Optimizer], Callable[[int], None]]
+MakeFault = Callable[[nn.Module, torch.optim.Optimizer], Callable[[int], None]]
 """Created for a run, then called before each batch with its number: the place for faults."""
 
 
@@ -86,12 +86,12 @@ def train_plain(
     training: Training,
     *,
     batches: Iterable[Batch] | None = None,
-    meddle: Meddle | None = None,
+    make_fault: MakeFault | None = None,
     clip: Callable[[nn.Module], Any] | None = None,
 ) -> Run:
     """Train with the usual loop; `clip` gets the model between backward and step."""
     model, optimizer, scheduler = _begin(training)
-    before_batch = _leave_alone if meddle is None else meddle(model, optimizer)
+    before_batch = _do_nothing if make_fault is None else make_fault(model, optimizer)
     for number, batch in enumerate(training.order() if batches is None else batches):
         before_batch(number)
         training.loss(model, batch).backward()
@@ -109,14 +109,14 @@ def train_guarded(
     config: GuardConfig | None = None,
     *,
     batches: Iterable[Batch] | None = None,
-    meddle: Meddle | None = None,
+    make_fault: MakeFault | None = None,
     run_dir: Path | None = None,
 ) -> Run:
     """Train with the same loop on a Guard."""
     model, optimizer, scheduler = _begin(training)
     guard = Guard(model, optimizer, config=config, scheduler=scheduler, run_dir=run_dir)
     fn, halted = functools.partial(training.loss, model), None
-    before_batch = _leave_alone if meddle is None else meddle(model, optimizer)
+    before_batch = _do_nothing if make_fault is None else make_fault(model, optimizer)
     source = _count(training.order() if batches is None else batches, before_batch)
     try:
         for batch in guard.batches(source):
@@ -134,7 +134,7 @@ def _begin(training: Training) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, training.make_scheduler(optimizer)
 
 
-def _leave_alone(number: int) -> None:
+def _do_nothing(number: int) -> None:
     """Change nothing."""
 
 
@@ -345,7 +345,7 @@ class Story:
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields of the training, if the fault is in its setup."""
     spoil: Callable[[Sequence[Batch]], Iterable[Batch]] = lambda batches: batches
-    meddle: Meddle | None = None
+    make_fault: MakeFault | None = None
     finds: frozenset[str]
     """Kinds of finding that must be in the ledger."""
     does: frozenset[Action]
@@ -364,7 +364,7 @@ class Story:
 
     def train_plain(self, clip: Callable[[nn.Module], Any] | None = None) -> Run:
         """Run it in a plain loop."""
-        return train_plain(self.faulty, batches=self.spoil(self.clean.order()), meddle=self.meddle, clip=clip)
+        return train_plain(self.faulty, batches=self.spoil(self.clean.order()), make_fault=self.make_fault, clip=clip)
 
     def train_guarded(
         self, *, clip: ClipStrategy | None, policy: Policy | None = None, run_dir: Path | None = None
@@ -372,7 +372,7 @@ class Story:
         """Run it on a Guard, with the story's policy unless another is given."""
         config = GuardConfig(clip=clip, policy=self.policy if policy is None else policy)
         batches = self.spoil(self.clean.order())
-        return train_guarded(self.faulty, config, batches=batches, meddle=self.meddle, run_dir=run_dir)
+        return train_guarded(self.faulty, config, batches=batches, make_fault=self.make_fault, run_dir=run_dir)
 
 
 def poison_sample(batches: Sequence[Batch], number: int, value: float) -> list[Batch]:
@@ -391,16 +391,16 @@ def lengthen(batches: Sequence[Batch], *, at: int, length: int) -> list[Batch]:
     return [long if number == at else batch for number, batch in enumerate(batches)]
 
 
-def corrupt(name: str, *, at: int, value: float = math.nan) -> Meddle:
+def corrupt(name: str, *, at: int, value: float = math.nan) -> MakeFault:
     """Overwrite one element of a weight, once."""
 
-    def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    def make_fault(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
         return lambda number: corrupt_weight(model.get_parameter(name), value) if number == at else None
 
-    return meddle
+    return make_fault
 
 
-def jump(*, at: int, until: int, factor: float) -> Meddle:
+def jump(*, at: int, until: int, factor: float) -> MakeFault:
     """Set the learning rate far too high for a while."""
     return lambda model, optimizer: jump_lr(optimizer, at=at, until=until, factor=factor)
 
@@ -436,28 +436,28 @@ def make_stories() -> list[Story]:
         Story(
             name="learning rate jumps, SGD",
             clean=images,
-            meddle=jump(at=100, until=110, factor=1000.0),
+            make_fault=jump(at=100, until=110, factor=1000.0),
             finds=frozenset({"loss_spike", "loss_explosion"}),
             does=BACK,
         ),
         Story(
             name="learning rate jumps, AdamW",
             clean=language,
-            meddle=jump(at=200, until=210, factor=1000.0),
+            make_fault=jump(at=200, until=210, factor=1000.0),
             finds=frozenset({"loss_spike", "loss_explosion"}),
             does=BACK,
         ),
         Story(
             name="weight becomes NaN",
             clean=language,
-            meddle=corrupt(wreck, at=200),
+            make_fault=corrupt(wreck, at=200),
             finds=BAD_STEP | {"nonfinite_parameter"},
             does=BACK,
         ),
         Story(
             name="weight becomes 1e30",
             clean=language,
-            meddle=corrupt(wreck, at=200, value=1e30),
+            make_fault=corrupt(wreck, at=200, value=1e30),
             finds=BAD_STEP,
             does=BACK | SKIP | {Action.SCALE_LR},
         ),

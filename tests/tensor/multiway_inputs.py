@@ -14,7 +14,7 @@ from steadygrad.losses.multiway import align_gain, multiway_contrastive
 def make_features(
     num: int, size: int, dim: int, *, dtype: torch.dtype = torch.float64, device: str = "cpu", noise: float = 1.0
 ) -> list[Tensor]:
-    """Unit vectors that share a direction by sample, so that positives stand out and gradients are not tiny."""
+    """Unit vectors that share a direction by sample, so that positives are prominent and gradients are not tiny."""
     common = torch.randn(size, dim, dtype=torch.float64)
     rows = [common + noise * torch.randn(size, dim, dtype=torch.float64) for _ in range(num)]
     units = [torch.nn.functional.normalize(row, dim=1) for row in rows]

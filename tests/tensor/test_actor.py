@@ -30,7 +30,7 @@ class Bench:
         self.rates.scale_lr(0.5)
 
     def roll_back(self, factor: float | None) -> Outcome:
-        verdict = Verdict(action=Action.ROLLBACK, reason="made up", factor=factor)
+        verdict = Verdict(action=Action.ROLLBACK, reason="for the test", factor=factor)
         return self.actor.carry_out(verdict, None, step=7)
 
     @property
@@ -79,5 +79,5 @@ def test_without_a_snapshot_a_plain_rollback_changes_nothing() -> None:
 )
 def test_the_number_of_omitted_batches_is_reported_in_plain_words(step: int, expected: str) -> None:
     bench = Bench()
-    verdict = Verdict(action=Action.ROLLBACK, reason="made up")
+    verdict = Verdict(action=Action.ROLLBACK, reason="for the test")
     assert expected in bench.actor.carry_out(verdict, None, step=step).message

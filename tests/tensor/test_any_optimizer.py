@@ -37,8 +37,8 @@ LEFT_OUT = {
     "spectralsphere": "takes matrices only",
 }
 NOT_RESUMED = {
-    "conda": "keeps an object of its own (GaLoreProjector) in its state, which has no plain form",
-    "scalableshampoo": "keeps an object of its own (PreConditioner) in its state, which has no plain form",
+    "conda": "keeps a GaLoreProjector in its state, which has no plain form",
+    "scalableshampoo": "keeps a PreConditioner in its state, which has no plain form",
 }
 QUIET = GuardConfig(
     clip=None,
@@ -186,7 +186,7 @@ def test_a_rollback_restores_all_state_of_the_optimizer(name: str) -> None:
     rates = [group.get("lr") for group in rolled.optimizer.param_groups]
 
     actor = rolled.guard._requests.actor
-    outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=CUT + 2)
+    outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="for the test"), None, step=CUT + 2)
     assert (outcome.action, outcome.after["step"]) == (Action.ROLLBACK, CUT)
     assert "left as it is" not in outcome.message
     rolled.guard._rollback.follow()

@@ -281,7 +281,7 @@ def test_a_checkpoint_becomes_good_after_healthy_steps_and_suspect_after_many_ba
     assert store.newest.step == 3
 
 
-@pytest.mark.parametrize("why", ["spikes", "a rule of one's own"])
+@pytest.mark.parametrize("why", ["spikes", "a custom rule"])
 def test_warnings_not_about_the_weights_do_not_make_resume_go_back(tmp_path: Path, why: str) -> None:
     """Some batches belong to another task, and the paired test is off; or a custom rule always warns."""
     complain = rule("complaint", severity=Severity.WARNING)(lambda _: "as always")

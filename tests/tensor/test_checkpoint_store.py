@@ -469,7 +469,7 @@ def test_if_all_are_damaged_the_error_gives_every_reason(tmp_path: Path) -> None
         (tmp_path / f"step_{step:08d}" / "state.pt").unlink()
     with pytest.raises(CheckpointError, match=r"step_00000001: state\.pt cannot be read.*step_00000000"):
         CheckpointStore(tmp_path).load()
-    assert CheckpointStore(tmp_path).load() is None, "set aside, so that a restart begins anew"
+    assert CheckpointStore(tmp_path).load() is None, "set aside, so that a restart begins from scratch"
 
 
 def test_a_folder_without_a_manifest_is_unfinished(tmp_path: Path) -> None:
@@ -577,7 +577,7 @@ def test_state_pt_contains_no_code(tmp_path: Path) -> None:
     assert path is not None
     assert torch.serialization.get_unsafe_globals_in_checkpoint(path / "state.pt") == []
     with zipfile.ZipFile(path / "state.pt") as archive:
-        assert not any("/data/" in name for name in archive.namelist()), "tensors belong into safetensors"
+        assert not any("/data/" in name for name in archive.namelist()), "tensors belong in safetensors"
 
 
 # --- into a model -------------------------------------------------------------------------------------------------

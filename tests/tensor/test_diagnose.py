@@ -329,7 +329,7 @@ def test_the_text_is_complete() -> None:
 
 
 def test_a_line_in_a_library_is_reported_with_its_caller() -> None:
-    optax = pytest.importorskip("transformers.activations", reason="a library with torch code of its own")
+    optax = pytest.importorskip("transformers.activations", reason="a library with its own torch code")
     model = linear()
     activation = optax.ReLUSquaredActivation()
 

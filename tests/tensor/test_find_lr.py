@@ -213,7 +213,7 @@ def test_the_limit_on_a_parabola_is_the_analytic_one() -> None:
     assert curve.suggested <= curve.largest_quiet < curve.edge
     assert curve.steepest is not None
     assert "loss" in curve.why_ended
-    assert len(curve.points) < 200, "what has broken is not tried further"
+    assert len(curve.points) < 200, "a rate that failed is not tried again"
 
 
 def test_a_rate_that_gives_nan_is_the_limit_and_a_finding() -> None:

@@ -67,7 +67,7 @@ WRAPPINGS = {
     "wrapped inside": lambda state: {
         name.replace("body.", "body._checkpoint_wrapped_module."): value for name, value in state.items()
     },
-    "beside its average": lambda state: {
+    "next to its average": lambda state: {
         "ema": {name: value + 1 for name, value in state.items()},
         "model": state,
     },

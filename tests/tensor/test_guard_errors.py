@@ -210,7 +210,7 @@ BAD_RESULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a dict without loss": (lambda model, x: {"a": 1, "b": 2}, ("dict without 'loss'", "a, b")),
     "a dict whose loss is a number": (lambda model, x: {"loss": 1.0}, ("must be a tensor, got float",)),
     "an empty tuple": (lambda model, x: (), ("must be a tensor, got tuple",)),
-    "a tuple whose first is no loss": (lambda model, x: (model(x), 1), ("must be a scalar", "(8, 3)")),
+    "a tuple without a loss at the start": (lambda model, x: (model(x), 1), ("must be a scalar", "(8, 3)")),
     "an object whose loss is None": (lambda model, x: SimpleNamespace(loss=None), ("got NoneType",)),
 }
 

@@ -60,14 +60,14 @@ def test_a_lower_precision_rounds_like_the_tiled_engine(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
-@pytest.mark.parametrize("layout", ["columns first", "beside each other", "every second", "one row for all"])
+@pytest.mark.parametrize("layout", ["columns first", "interleaved", "every second", "one row for all"])
 def test_features_may_have_any_memory_layout(layout: str, negatives: str, precision: str) -> None:
     """As after (W @ x.T).T, or slices of one [B, M, D]; the kernels read contiguous rows."""
     single, scale, *_ = make_both(4, 5, 16)
     dense = [f.detach().contiguous() for f in single]
     strange = {
         "columns first": lambda: [f.t().contiguous().t() for f in dense],
-        "beside each other": lambda: list(torch.stack(dense, 1).unbind(1)),
+        "interleaved": lambda: list(torch.stack(dense, 1).unbind(1)),
         "every second": lambda: [torch.stack([f, -f], -1)[..., 0] for f in dense],
         "one row for all": lambda: [f[:1].expand(5, 16) for f in dense],
     }[layout]()

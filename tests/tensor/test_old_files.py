@@ -163,7 +163,7 @@ def test_training_arguments_are_left_out(tmp_path: Path) -> None:
 # --- what is still refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hidden", [False, True], ids=["alone", "beside settings"])
+@pytest.mark.parametrize("hidden", [False, True], ids=["alone", "with settings"])
 def test_a_file_that_calls_a_function_is_refused_and_run_only_if_trusted(tmp_path: Path, hidden: bool) -> None:
     mark = tmp_path / "mark"
     content = {"0.weight": torch.ones(1, 1), "x": Payload(mark)}

@@ -41,7 +41,7 @@ def train(guard: Guard, model: nn.Module, count: int, *, then: Callable[[], Any]
 def roll_back(guard: Guard) -> str:
     """Roll back as a policy would, and return the outcome; no batches are omitted afterwards."""
     actor = guard._requests.actor
-    outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=guard.num_steps - 1)
+    outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="for the test"), None, step=guard.num_steps - 1)
     assert outcome.action is Action.ROLLBACK
     guard._rollback.follow()
     guard._rollback.window.num_left = 0

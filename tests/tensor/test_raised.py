@@ -59,7 +59,7 @@ def test_the_line_behind_a_failing_step_is_named(
     assert incident.cause is not None
     assert incident.cause.op == "aten.log"
     assert [*incident.cause.samples] == [3]
-    assert any(not torch.equal(a, b) for a, b in zip(weights, model.parameters())), "training goes on"
+    assert any(not torch.equal(a, b) for a, b in zip(weights, model.parameters())), "training continues"
 
 
 def test_an_error_without_bad_numbers_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,7 @@ def test_the_json_is_one_strict_object(bad_file: Path, refused_file: Path, capsy
     code = main(["scan", "--json", str(bad_file), str(refused_file), str(bad_file.with_name("number.pt"))])
 
     def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is no JSON")
+        raise AssertionError(f"{text} is not JSON")
 
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert code == 2

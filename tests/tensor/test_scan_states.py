@@ -44,7 +44,7 @@ def make_watch(model: nn.Module, **options: Any) -> tuple[ParameterWatch, torch.
     return ParameterWatch(find_trained_parameters(model, optimizer)), optimizer
 
 
-def everybody(model: nn.Module) -> dict[str, float]:
+def unit_norms(model: nn.Module) -> dict[str, float]:
     return {name: 1.0 for name, _ in model.named_parameters()}
 
 
@@ -74,7 +74,7 @@ def test_moving_parameters_are_counted_and_others_named(device: str) -> None:
     watch.scan(-1)
     with torch.no_grad():
         model[0].weight.view(-1)[3].mul_(1 + 2**-20)
-    watch.note_step(reading_of(0, everybody(model)))
+    watch.note_step(reading_of(0, unit_norms(model)))
 
     scan = watch.scan(0)
 
@@ -92,7 +92,7 @@ def test_a_step_that_changes_nothing_expects_no_movement(facts: dict[str, Any]) 
     watch, _ = make_watch(model)
     watch.scan(-1)
 
-    watch.note_step(reading_of(0, everybody(model), **facts))
+    watch.note_step(reading_of(0, unit_norms(model), **facts))
 
     assert watch.scan(0).unchanged == ()
 
@@ -123,7 +123,7 @@ def test_each_parameter_has_the_learning_rate_of_its_group() -> None:
     watch = ParameterWatch(find_trained_parameters(model, torch.optim.SGD(groups, lr=0.1)))
     watch.scan(-1)
 
-    watch.note_step(reading_of(0, everybody(model), learning_rates=(0.1, 0.0)))
+    watch.note_step(reading_of(0, unit_norms(model), learning_rates=(0.1, 0.0)))
 
     assert watch.scan(0).unchanged == ("0.weight", "0.bias")
 
@@ -198,7 +198,7 @@ def test_after_a_reset_nothing_is_compared() -> None:
     model = make_model()
     watch, _ = make_watch(model)
     watch.scan(-1)
-    watch.note_step(reading_of(0, everybody(model)))
+    watch.note_step(reading_of(0, unit_norms(model)))
 
     watch.forget()
 

@@ -272,7 +272,7 @@ def test_unusual_tensors_are_restored() -> None:
     model.left.add_(1)
     model.graph = torch.ones(3, 3).to_sparse()
     model.absent = torch.ones(2)
-    assert snapshots.healthy_step(0) == [], "a mask of -inf is no fault"
+    assert snapshots.healthy_step(0) == [], "a mask of -inf is not a fault"
 
     assert snapshots.restore() == 0
 

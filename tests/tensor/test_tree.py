@@ -90,9 +90,9 @@ def test_a_module_is_never_opened_and_a_self_containing_list_ends() -> None:
 )
 def test_a_poisoned_batch_keeps_its_type(batch: Any) -> None:
     poisoned, scaled = (*poison_batches([batch], at=(0,)), *scale_batches([batch], at=(0,), factor=3.0))
-    for spoilt, expected in ((poisoned, [[torch.nan] * 3, [1.0] * 3]), (scaled, [[3.0] * 3] * 2)):
-        assert type(spoilt) is type(batch)
-        (_, first), (_, second) = find_tensors([spoilt], {})
+    for changed, expected in ((poisoned, [[torch.nan] * 3, [1.0] * 3]), (scaled, [[3.0] * 3] * 2)):
+        assert type(changed) is type(batch)
+        (_, first), (_, second) = find_tensors([changed], {})
         torch.testing.assert_close(first, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
         assert torch.equal(second, torch.zeros(2))
     assert torch.equal(next(tensor for _, tensor in find_tensors([batch], {})), torch.ones(2, 3))

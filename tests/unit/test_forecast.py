@@ -122,9 +122,9 @@ def test_oscillation_is_one_when_each_move_undoes_the_last() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_nonfinite_step_enters_no_average(poison: float) -> None:
     run = learns(80)
-    spoilt = [*run[:40], poisoned(40, poison), *run[40:]]
+    with_poison = [*run[:40], poisoned(40, poison), *run[40:]]
 
-    clean, dirty = values_after(run), values_after(spoilt)
+    clean, dirty = values_after(run), values_after(with_poison)
 
     assert {n: v for n, v in dirty.items() if n != "skip_share"} == {
         n: v for n, v in clean.items() if n != "skip_share"

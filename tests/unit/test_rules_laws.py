@@ -33,7 +33,7 @@ def test_a_rule_finds_its_fault_where_it_happened(name: str) -> None:
 
     said = [f for f in findings_of(rule_named(name), trouble.facts()) if f.severity is trouble.severity]
 
-    assert said, "nothing of this severity was said"
+    assert said, "no finding has this severity"
     assert said[0].step == trouble.step
     assert said[0].kind == (trouble.kind or name)
     assert said[0].message

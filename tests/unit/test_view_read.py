@@ -130,11 +130,11 @@ def test_a_complete_last_line_without_a_newline_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoilt", [b'{"step":1', b"\xff\xfe\x00", b"[1, 2]", b"null", b"NaN", b'{"a":1}{"b":2}', b"[" * 100_000]
+    "corrupt", [b'{"step":1', b"\xff\xfe\x00", b"[1, 2]", b"null", b"NaN", b'{"a":1}{"b":2}', b"[" * 100_000]
 )
-def test_a_corrupt_line_affects_only_itself(tmp_path: Path, spoilt: bytes) -> None:
+def test_a_corrupt_line_affects_only_itself(tmp_path: Path, corrupt: bytes) -> None:
     path = tmp_path / "steps.jsonl"
-    path.write_bytes(b'{"step":0,"loss":1.0}\n' + spoilt + b'\n\n{"step":2,"loss":2.0}\n')
+    path.write_bytes(b'{"step":0,"loss":1.0}\n' + corrupt + b'\n\n{"step":2,"loss":2.0}\n')
     tail = Tail(path)
     assert [row["step"] for row in tail.read()] == [0, 2]
     assert tail.num_bad == 1

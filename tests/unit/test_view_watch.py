@@ -74,7 +74,7 @@ def pane(tmp_path: Path) -> Iterator[Pane]:
 def test_watch_shows_a_run_follows_it_and_quits_on_q(tmp_path: Path, pane: Pane) -> None:
     wait_until(lambda: "Survived." in pane.screen and "blocks.3.mlp.weight" in pane.screen, pane)
     screen = pane.screen
-    assert "╮╭─ incidents" in screen, "the two tables stand side by side in a pane of 120 columns"
+    assert "╮╭─ incidents" in screen, "the two tables are side by side in a pane of 120 columns"
     assert "steps 450" in screen
     assert "█" in screen
     assert "nonfinite_loss" in screen

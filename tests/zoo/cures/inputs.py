@@ -27,8 +27,8 @@ def spoil(layer: nn.Module, name: str) -> Names:
 
 def spoil_other(model: nn.Module) -> Names:
     """Return a model and a copy of it that has a NaN."""
-    spoilt = spoil(copy.deepcopy(model), "weight")
-    return {"x": ROWS, "network": spoilt["layer"], "model": model, "last_good": spoilt["last_good"]}
+    broken_layer = spoil(copy.deepcopy(model), "weight")
+    return {"x": ROWS, "network": broken_layer["layer"], "model": model, "last_good": broken_layer["last_good"]}
 
 
 def call_layer(result: object, names: Names) -> Tensor:
