@@ -1,17 +1,17 @@
-"""Which programs does `steadygrad run` guard, and at what price? Real programs, unedited, each run four times.
+"""Which programs does `steadygrad run` guard, and at what cost? Real programs, unedited, each run four times.
 
-Plainly and guarded, healthy: equal bits means that the weights of all optimizers are the same at the end, to the bit;
-the cost is the CPU time of the mean step, guarded over plain, where a difference of a tenth is noise. Then both again
-with a NaN in the output of the first layer at one call: plainly the weights end as NaN ("plain too" where they do not,
-since the program skips such a step or stops by itself); the fault is survived if the guarded ones are finite, and the
-line is named if the diagnosis gives the very line that made the NaN. Programs of public repositories are found in a
-folder that holds clones of them; one whose package or clone is missing is left out, and so is one that fails plainly.
+First plain and guarded, both healthy: "equal bits" means that the final weights of all optimizers are bit-identical;
+the cost is the mean CPU time of a step, plain and guarded, where a difference of a tenth is noise. Then both again with
+a NaN in the output of the first layer at one call. The plain weights end as NaN; "plain too" marks programs where they
+do not, because the program skips such a step or stops by itself. The fault is survived if the guarded weights are
+finite, and the line is named if the diagnosis gives the line that made the NaN. Programs of public repositories are
+read from a folder of clones. A program is left out if its package or clone is missing, or if it fails without a guard.
 `--program` adds one of yours.
 
-The rows are from one run of all, on a machine busy with other work: costs are rough, and in a run of 16 steps what is
-done once is most of them (plain loop: 1.7 ms a step, and 33 ms once). Four rows (denoising-diffusion,
-word_language_model, dqn, timm) were measured again right after it with `--only`, with settings mended: two had not
-started, two had ended before the fault or met it where nothing is learnt.
+All rows come from one run on a machine busy with other work, so costs are rough; in a run of 16 steps, one-time work is
+most of the cost (plain loop: 1.7 ms per step, and 33 ms once). Four rows (denoising-diffusion, word_language_model,
+dqn, timm) were measured again right afterwards with `--only` and corrected settings: two had not started, and two had
+ended before the fault or hit it in code that does not train.
 
     python benchmarks/any_script.py [--repositories FOLDER] [--quick] [--only NAME] [--program "NAME = script.py ..."]
 """
@@ -36,7 +36,7 @@ from script_programs import OWN, PACKAGES, QUICK, REPOSITORIES, Program
 
 PROBE, MATERIAL = OWN / "probe.py", OWN / "material.py"
 SECONDS = 600
-"""After which a program is given up."""
+"""Time limit of a program."""
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 
 def furnish(program: Program, folder: Path, clones: Path | None) -> None:
-    """Put what the program needs into a new folder: its files and its data."""
+    """Copy the program's files and data into a new folder."""
     if program.repository:
         assert clones is not None
         copied = shutil.ignore_patterns(".git")
@@ -61,12 +61,12 @@ def furnish(program: Program, folder: Path, clones: Path | None) -> None:
 
 
 def start(program: Program, folder: Path, *, guarded: bool, bad_call: int) -> dict[str, Any] | None:
-    """Run it once; return what the probe wrote down, None if it came to nothing."""
+    """Run it once and return what the probe recorded, or None if it recorded nothing."""
     run = ["-m", "steadygrad", "run", "--run-dir", "run"] if guarded else []
     launcher = list(program.launcher)
     if launcher and not guarded:
         launcher[0] = str(Path(sys.executable).parent / launcher[0])
-    command = [sys.executable, *run, *launcher, str(PROBE), "told.json", str(bad_call), *program.command]
+    command = [sys.executable, *run, *launcher, str(PROBE), "result.json", str(bad_call), *program.command]
     with open(folder / "output.txt", "w") as output:
         try:
             done = subprocess.run(
@@ -74,8 +74,8 @@ def start(program: Program, folder: Path, *, guarded: bool, bad_call: int) -> di
             )
         except subprocess.TimeoutExpired:
             return None
-    told = folder / "told.json"
-    return {**json.loads(told.read_text()), "code": done.returncode} if told.exists() else None
+    result = folder / "result.json"
+    return {**json.loads(result.read_text()), "code": done.returncode} if result.exists() else None
 
 
 def is_line_named(folder: Path) -> bool:
@@ -90,9 +90,9 @@ def is_line_named(folder: Path) -> bool:
 
 
 def examine(program: Program, clones: Path | None) -> dict[str, Any] | None:
-    """All that the table says about one program; None if it does not run here even plainly."""
+    """Return the table's row for one program, or None if it does not run here even without a guard."""
     with tempfile.TemporaryDirectory() as place, concurrent.futures.ThreadPoolExecutor() as pool:
-        inside = Path("1", "2", "3", "program")  # deep: a program may read what lies beside its folder
+        inside = Path("1", "2", "3", "program")  # deep: a program may read files next to its folder
         furnish(program, Path(place) / "new" / inside, clones)
         folders = {name: Path(place) / name / inside for name in ("plain", "ours", "dying", "saved")}
         for name in folders:
@@ -106,7 +106,7 @@ def examine(program: Program, clones: Path | None) -> dict[str, Any] | None:
                 bad_call=program.bad_call if name in ("dying", "saved") else 0,
             )
             for name, folder in folders.items()
-        }  # at once: what else the machine does then slows all of them
+        }  # in parallel, so that other load on the machine slows them equally
         plain, ours, dying, saved = (waiting[name].result() for name in folders)
         guarded = any((folders["ours"] / "run").rglob("steps.jsonl"))
         named = is_line_named(folders["saved"] / "run")
@@ -131,17 +131,17 @@ def examine(program: Program, clones: Path | None) -> dict[str, Any] | None:
 
 
 def read_versions(program: Program, clones: Path | None) -> dict[str, str]:
-    """Versions of the packages, and the commit of the repository."""
+    """Return the versions of the packages, and the commit of the repository."""
     versions = {name: importlib.metadata.version(name) for name in program.packages}
     if program.repository and clones is not None:
         clone = clones / program.repository.split("/")[1]
-        told = subprocess.run(["git", "-C", str(clone), "log", "-1", "--format=%h"], capture_output=True, text=True)
-        versions = {program.repository: told.stdout.strip(), **versions}
+        head = subprocess.run(["git", "-C", str(clone), "log", "-1", "--format=%h"], capture_output=True, text=True)
+        versions = {program.repository: head.stdout.strip(), **versions}
     return versions
 
 
 def is_here(program: Program, clones: Path | None) -> bool:
-    """Whether its packages are installed and its repository is cloned."""
+    """Return whether its packages are installed and its repository is cloned."""
     if program.repository and (clones is None or not (clones / program.repository.split("/")[1]).is_dir()):
         return False
     try:
@@ -151,7 +151,7 @@ def is_here(program: Program, clones: Path | None) -> bool:
 
 
 def read_program(text: str) -> tuple[str, Program]:
-    """'NAME = script.py arguments'."""
+    """Parse 'NAME = script.py arguments'."""
     name, _, command = text.partition("=")
     return name.strip(), Program(tuple(shlex.split(command)))
 
@@ -163,14 +163,14 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--program", action="append", default=[], metavar='"NAME = script.py arguments"')
     parser.add_argument(
-        "--repositories", type=Path, metavar="FOLDER", help="a folder that holds clones, each by its name"
+        "--repositories", type=Path, metavar="FOLDER", help="folder of clones, each under the name of its repository"
     )
     arguments = parser.parse_args()
     clones = arguments.repositories and arguments.repositories.resolve()
     programs = {**PACKAGES, **REPOSITORIES, **dict(map(read_program, arguments.program))}
     chosen = arguments.only or (QUICK if arguments.quick else tuple(programs))
     results: dict[str, Any] = {}
-    if arguments.only and (RESULTS / "any_script.json").exists():  # measure these rows again, keep the others
+    if arguments.only and (RESULTS / "any_script.json").exists():  # measure these rows again and keep the others
         results = json.loads((RESULTS / "any_script.json").read_text())["results"]
     for name in chosen:
         if not is_here(programs[name], clones):
@@ -183,7 +183,7 @@ def main() -> int:
         results[name] = found
         print(f"{name}: {json.dumps(results[name])}", flush=True)
         ordered = {name: results[name] for name in [*programs, *results] if name in results}
-        write_results("any_script", ordered, quick=arguments.quick)  # after each: all of them take a while
+        write_results("any_script", ordered, quick=arguments.quick)  # after each program: all take a while
     return 0
 
 

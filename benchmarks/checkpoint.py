@@ -1,9 +1,11 @@
-"""How long does a training wait for a checkpoint? `torch.save` with fsync, against CheckpointStore.
+"""How long does training wait for a checkpoint? `torch.save` with fsync, compared with CheckpointStore.
 
-Model and AdamW state: 100M parameters on the CPU (1.2 GB), 1B on a GPU (12 GB). Stall: until the training may go on.
-Durable: until the checkpoint is fsynced under its final name; ours also checks that all is finite and hashes it.
-Verified: until ours has been read back as well. The first save, which takes its host memory, is shown apart.
-The baseline writes beside its name, fsyncs, renames and fsyncs the folder, as anyone must to keep it. Medians.
+Model and AdamW state: 100M parameters on the CPU (1.2 GB), 1B on a GPU (12 GB). "Training waits": until training may
+continue. "Durable": until the checkpoint is fsynced under its final name; by then ours has also been checked for
+non-finite values and hashed. "Verified": until ours has also been read back. The first save allocates host memory and
+is listed separately. The baseline writes to a temporary name, fsyncs, renames and fsyncs the folder, which any durable
+save has to do. All times are medians.
+
 Run `python benchmarks/checkpoint.py --device cpu` or `cuda`; `--folder` chooses the disk, `--quick` is a twentieth of
 the size; writes results/checkpoint_DEVICE.json.
 """
@@ -31,7 +33,7 @@ WIDTHS = {"cpu": 1024, "cuda": 4096}
 
 
 def make_training(device: str, num_parameters: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Square layers and AdamW with both moments."""
+    """Make square layers and AdamW with both moments."""
     width = WIDTHS[device]
     layers = [nn.Linear(width, width, device=device) for _ in range(max(1, num_parameters // (width * width)))]
     model = nn.Sequential(*layers)
@@ -49,7 +51,7 @@ def wait_for_device(device: str) -> None:
 
 
 def save_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> float:
-    """`torch.save`, durable; seconds, all of which the training waits."""
+    """Save with `torch.save`, durably; return the seconds, all of which training waits."""
     begin = time.perf_counter()
     with (folder / "plain.tmp").open("wb") as file:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -65,7 +67,7 @@ def save_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
 def save_ours(
     store: CheckpointStore, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> dict[str, float]:
-    """One save: what the training waits, and when it is on disk and verified."""
+    """Save once; return how long training waits, and when the save is on disk and verified."""
     begin = time.perf_counter()
     save = store.save({"model": model, "optimizer": optimizer}, step=step)
     if save.wait() is None or save.durable_seconds is None:
@@ -75,7 +77,7 @@ def save_ours(
 
 
 def measure(device: str, folder: Path, num_parameters: int, repeats: int) -> dict[str, Any]:
-    """Both ways, in turn, so that a disk whose mood changes changes it for both."""
+    """Time both ways in turn, so that a change in disk speed affects both."""
     model, optimizer = make_training(device, num_parameters)
     num_bytes = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     plain, ours = [], []
@@ -121,7 +123,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parameters", type=int, help="another size; nothing is written then")
+    parser.add_argument("--parameters", type=int, help="another size; then nothing is written")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="a twentieth of the size, twice; nothing is written")
     parser.add_argument("--folder", type=Path, help="where to write; by default the system's temporary folder")

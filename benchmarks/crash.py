@@ -1,8 +1,9 @@
-"""Is there a good checkpoint after `kill -9`, at any moment? A real training, killed 200 times, mostly while it saves.
+"""Is there a good checkpoint after `kill -9` at any moment? A real training, killed 200 times, mostly while saving.
 
-Every restart must begin at the newest save that was complete, none of the confirmed ones may be lost, and the final
-weights must equal those of the training that was left alone, bit for bit. The training is that of the tests
-(tests/stories/crashes.py): dropout, shuffling, noise, accumulation, scheduler, autocast, adaptive clipping.
+Every restart must begin at the newest complete save, no confirmed save may be lost, and the final weights must be
+bit-identical to those of an uninterrupted training. The training is the one of the tests (tests/stories/crashes.py):
+dropout, shuffling, noise, accumulation, scheduler, autocast, adaptive clipping.
+
 Run `python benchmarks/crash.py`; `--kills N` for another number, `--quick` for ten; writes results/crash.json.
 """
 
@@ -22,7 +23,7 @@ PROGRAM = Path(__file__).parent.parent / "tests" / "stories" / "crashes.py"
 
 
 def main() -> int:
-    """Run it and print what came of it; 1 when a promise was not kept."""
+    """Run it and print the result; exit with 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
-"""How well loss-spike rules find spikes, and how often they cry wolf: ours beside those that the peers ship.
+"""How well loss-spike rules find spikes, and how often they raise false alarms: ours and those that the peers ship.
 
-Losses are made up: 2.7 + 8.3 exp(-t/300) plus noise of scale 0.03, 4000 steps, 30 seeds, one event after step 1500 in
+Losses are synthetic: 2.7 + 8.3 exp(-t/300) plus noise of scale 0.03, 4000 steps, 30 seeds, one event after step 1500 in
 each trace. For each kind of noise: the share of events found while they last, the mean delay in steps, and alarms
 outside events per 1000 steps. The rules of OLMo-core, Lightning, llm-foundry and Megatron-LM are reimplemented from
-their formulas, with their defaults; a plain median + 8 MAD stands beside them.
+their formulas, with their defaults; a simple median + 8 MAD is included for comparison.
 
     python benchmarks/detectors.py [--quick]
 """
@@ -32,10 +32,10 @@ NUM_STEPS, FIRST_EVENT, SIGMA, RATE = 4000, 1500, 0.03, 1e-3
 
 
 class SpikeRule(Protocol):
-    """Says whether a loss is an alarm; losses come in order, with the learning rate of their step."""
+    """Decides whether a loss is an alarm; losses come in order, with the learning rate of their step."""
 
     def observe(self, loss: float, rate: float) -> bool:
-        """Take one loss."""
+        """Return whether this loss is an alarm."""
         ...
 
 
@@ -43,7 +43,7 @@ class SpikeRule(Protocol):
 
 
 class Steadygrad:
-    """`nonfinite_loss` and `loss_spike` as a Guard asks them. A spike that goes on is one alarm."""
+    """`nonfinite_loss` and `loss_spike`, called as a Guard calls them. A spike that continues is one alarm."""
 
     def __init__(self) -> None:
         self._detector = Detector([NonfiniteLoss(), LossSpike(DetectConfig())])
@@ -66,7 +66,7 @@ class Steadygrad:
 
 
 class OlmoCore:
-    """Above mean + 6 standard deviations of the last 128, once 64 are there; every loss enters the window."""
+    """Above mean + 6 standard deviations of the last 128, once it has 64; every loss enters the window."""
 
     def __init__(self) -> None:
         self._window: deque[float] = deque(maxlen=128)
@@ -157,7 +157,7 @@ RULES: dict[str, Callable[[], SpikeRule]] = {
 
 @dataclass(frozen=True)
 class Trace:
-    """Losses of a healthy run, and the learning rates that a rule may see."""
+    """Losses of a healthy run, and the learning rates that a rule may use."""
 
     losses: list[float]
     rates: list[float]
@@ -169,7 +169,7 @@ def student_t(r: random.Random, degrees: int = 3) -> float:
 
 
 def make_trace(noise: str, seed: int) -> Trace:
-    """One healthy run."""
+    """Make one healthy run."""
     r = random.Random(f"{noise}/{seed}")
     draw: Callable[[], float] = {
         "student t": lambda: student_t(r),
@@ -198,7 +198,7 @@ NOISES = ["gaussian", "student t", "lognormal", "drift", "learning-rate drops", 
 
 @dataclass(frozen=True)
 class Event:
-    """What is added to the losses, by distance from the event's start, and the part that counts as found."""
+    """What is added to the losses, by steps since the event began, and the part that counts as found."""
 
     added: Mapping[int, float]
     first: int = 0
@@ -242,13 +242,13 @@ class Score:
 def run_rule(
     rule: SpikeRule, trace: Trace, start: int, added: Mapping[int, float], stop: int, offset: int
 ) -> list[int]:
-    """Steps at which the rule raised an alarm, from `start` on."""
+    """Return the steps from `start` on at which the rule raised an alarm."""
     losses, rates = trace.losses, trace.rates
     return [t for t in range(start, stop) if rule.observe(losses[t] + added.get(t - offset, 0.0), rates[t])]
 
 
 def compare(noise: str, num_seeds: int) -> dict[str, Any]:
-    """Every rule on every event under one kind of noise; what comes before the event is run once for all events."""
+    """Run every rule on every event under one kind of noise; the steps before the event are run once for all events."""
     scores = {name: Score() for name in RULES}
     for seed in range(num_seeds):
         trace = make_trace(noise, seed)
@@ -266,7 +266,7 @@ def compare(noise: str, num_seeds: int) -> dict[str, Any]:
 
 
 def count(score: Score, kind: str, event: Event, alarms: Sequence[int]) -> None:
-    """`alarms` are distances from the event's start; one on a touched loss is right, any other is false."""
+    """Count alarms, given as steps since the event began: one on a changed loss is correct, any other is false."""
     hits = [t for t in alarms if event.first <= t <= event.last and t in event.added]
     score.found[kind].append(bool(hits))
     if hits:
@@ -275,7 +275,7 @@ def count(score: Score, kind: str, event: Event, alarms: Sequence[int]) -> None:
 
 
 def render(results: Mapping[str, Any]) -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     lines = []
     for noise, rules in results.items():
         lines += [f"\n**{noise}**", "", "| rule | " + " | ".join(EVENTS) + " | delay | false alarms / 1000 |"]

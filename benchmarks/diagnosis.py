@@ -1,9 +1,8 @@
-"""What one diagnosis costs, against one training step: time, and memory at its peak.
+"""What one diagnosis costs compared with one training step: time, and peak memory.
 
 GPT-2 124M, T=1024, bf16 autocast, AdamW on CUDA; a 10M-parameter GPT in fp32 on the CPU. Two failures: one sample
-overflows in the middle of the model, and a root at 0 that no sample is to blame for, which is where looking for samples
-costs most. The claim: at most 12 steps, and at most a tenth more memory than the
-step beside the batch.
+overflows in the middle of the model; and a square root at 0 that no single sample causes, where the search for samples
+costs most. The claim: at most 12 steps, and at most a tenth more memory than the step, apart from the batch.
 
     python benchmarks/diagnosis.py [--device cuda|cpu] [--batch N] [--rounds N] [--quick]
 """
@@ -71,7 +70,7 @@ class Loop:
 
 
 def measure(run: Callable[[], Any], device: str, rounds: int) -> tuple[float, int]:
-    """Median seconds of `run`, and its peak of memory in bytes (0 on the CPU)."""
+    """Return the median seconds of `run`, and its peak memory in bytes (0 on the CPU)."""
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times = []
     peak = 0
@@ -90,7 +89,7 @@ def measure(run: Callable[[], Any], device: str, rounds: int) -> tuple[float, in
 
 
 def time_parts(loop: Loop, rounds: int) -> dict[str, float]:
-    """Milliseconds of the replays that a diagnosis is made of."""
+    """Return the milliseconds of the replays that make up a diagnosis."""
     replayed = Step(fn=loop.root_of_nothing, args=(loop.ids,), model=loop.model)
 
     def replay(observer: Any) -> None:

@@ -1,7 +1,7 @@
-"""What guarding a training on two ranks costs: the same loop with stock `clip_grad_norm_` beside it, over gloo.
+"""What guarding a training on two ranks costs, compared with the same loop with stock `clip_grad_norm_`, over gloo.
 
-Two processes on this machine train a GPT in DistributedDataParallel, then in shards (FSDP2). Both ways take turns in
-rounds; the claim is the ratio of medians. Beside it: a checkpoint of both ranks, and its resume.
+Two processes on one machine train a GPT with DistributedDataParallel, then sharded (FSDP2). Both ways take turns in
+rounds; the claim is the ratio of medians. Also measured: saving a checkpoint on both ranks, and resuming from it.
 
     python benchmarks/distributed.py [--quick]
 """
@@ -33,7 +33,7 @@ CONTEXT, HEADS, BATCH = 128, 8, 2
 
 
 class Loop:
-    """One model on this rank, and both ways of stepping it."""
+    """One model on this rank, stepped both ways."""
 
     def __init__(self, kind: str, shape: str, run_dir: Path) -> None:
         torch.manual_seed(0)
@@ -103,21 +103,21 @@ def main() -> None:
     table: dict[str, Any] = {}
     for kind in ("ddp", "fsdp2"):
         with tempfile.TemporaryDirectory() as folder:
-            told = run_ranks(time_rank, 2, kind, shape, rounds, steps, Path(folder) / "run", time_limit_seconds=900)[0]
-        middle = {name: statistics.median(values) for name, values in told["times"].items()}
-        # Way beside way of one round: what else runs on the machine slows both.
-        base = told["times"]["clip_grad_norm_"]
+            timed = run_ranks(time_rank, 2, kind, shape, rounds, steps, Path(folder) / "run", time_limit_seconds=900)[0]
+        middle = {name: statistics.median(values) for name, values in timed["times"].items()}
+        # Ratios within a round: other load on the machine slows both ways.
+        base = timed["times"]["clip_grad_norm_"]
         ratios = {
-            name: statistics.median(v / b for v, b in zip(values, base)) for name, values in told["times"].items()
+            name: statistics.median(v / b for v, b in zip(values, base)) for name, values in timed["times"].items()
         }
         print(f"\n{kind}, 2 ranks, {shape} GPT, {BATCH} x {CONTEXT} tokens a rank")
         for name, value in middle.items():
             print(f"  {name:32s} {value:9.2f} ms   {ratios[name]:6.3f}")
-        print(f"  save {told['save_seconds']:.2f} s, resume {told['resume_seconds']:.2f} s, saved: {told['saved']}")
+        print(f"  save {timed['save_seconds']:.2f} s, resume {timed['resume_seconds']:.2f} s, saved: {timed['saved']}")
         table[kind] = {
             "milliseconds": middle,
             "ratio": ratios,
-            **{key: told[key] for key in ("save_seconds", "resume_seconds", "saved")},
+            **{key: timed[key] for key in ("save_seconds", "resume_seconds", "saved")},
         }
     print("\nwritten:", write_results("distributed_cpu", table, quick=quick))
 

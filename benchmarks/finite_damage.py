@@ -1,9 +1,10 @@
-"""Damage that stays finite: what becomes of a training whose weights, moments, rate or data are hurt in mid-run?
+"""Finite damage: what happens to a training whose weights, moments, learning rate or data are damaged in mid-run?
 
-Thirteen stories of tests/stories/damage.py, and the same with other data from that very step on, for the clean run too.
-Each unguarded, on a Guard that acts at the first symptom (`Policy.eager()`), and on one with every default, which acts
-on proof. A cell shows the held-out loss relative to the clean run's of the same seed, in the middle and the worst of
-the seeds, and the steps lost. Below: the rules that acted, in how many runs.
+Thirteen stories of tests/stories/damage.py, and the same ones with different data from that step on, in the clean run
+too. Each runs unguarded, on a Guard that acts at the first symptom (`Policy.eager()`), and on a Guard with all
+defaults, which acts on proof. A cell shows the held-out loss relative to the clean run with the same seed (median and
+worst over the seeds) and the steps lost. Below: the number of runs in which each rule acted.
+
 Run `python benchmarks/finite_damage.py`, with `--quick` for three stories and one seed.
 """
 
@@ -42,7 +43,7 @@ def run_story(way: str, story: Story) -> Run:
 
 
 def measure(way: str, story: Story, clean_loss: float) -> dict[str, Any]:
-    """One run of one story."""
+    """Run one story once."""
     run = run_story(way, story)
     ratio = run.loss / clean_loss
     acted = [] if run.guard is None else [i for i in run.guard.incidents if i.outcome.action not in PASSIVE]
@@ -63,17 +64,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="three stories, one seed, nothing written")
     quick = parser.parse_args().quick
-    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+    torch.set_num_threads(1)  # tensors are tiny: a second thread would only wait
     warnings.simplefilter("ignore")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
     everything = [story for change in (False, True) for story in make_damage_stories(with_data_change=change)]
     clean: dict[tuple[int, int], float] = {}
-    told: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    stories_done: dict[str, dict[str, list[dict[str, Any]]]] = {}
     print(f"{'story':<44}" + "".join(f"{way:>30}" for way in COLUMNS))
     for story in everything:
         if quick and story.name not in QUICK:
             continue
-        cells = told[story.name] = {way: [] for way in COLUMNS}
+        cells = stories_done[story.name] = {way: [] for way in COLUMNS}
         for seed in SEEDS[:1] if quick else SEEDS:
             key, seeded = (id(story.clean), seed), story.with_seed(seed)
             if key not in clean:
@@ -81,7 +82,7 @@ def main() -> None:
             for way in COLUMNS:
                 cells[way].append(measure(way, seeded, clean[key]))
         print(f"{story.name:<44}" + "".join(f"{show(cells[way]):>30}" for way in COLUMNS), flush=True)
-    print("written:", write_results("finite_damage", {"stories": told}, quick=quick))
+    print("written:", write_results("finite_damage", {"stories": stories_done}, quick=quick))
 
 
 if __name__ == "__main__":

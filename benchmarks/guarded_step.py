@@ -1,8 +1,8 @@
-"""What a guarded optimizer step costs, beside the ways people do it today.
+"""What a guarded optimizer step costs, compared with common ways to clip and check.
 
-Every row measures everything between backward() and the end of optimizer.step(), on the same gradients, with fused
-AdamW, clipping at 1.0. The claim is the ratio to `clip_grad_norm_` + `step` in the same run. The floor is the step
-alone plus one read of the gradients at the copy bandwidth measured here.
+Every row measures everything from backward() to the end of optimizer.step(), on the same gradients, with fused AdamW,
+clipping at 1.0. The claim is the ratio to `clip_grad_norm_` + `step` in the same run. The lower bound is the step alone
+plus one read of the gradients at the copy bandwidth measured here.
 
     python benchmarks/guarded_step.py [--device cuda|cpu] [--quick]
 """
@@ -30,7 +30,7 @@ MODELS = {
 def time_rounds(
     ways: dict[str, Callable[[], None]], device: str, rounds: int, before: Callable[[str], None] = lambda name: None
 ) -> dict[str, float]:
-    """Median milliseconds of each way; the ways take turns, so that drift hits all alike."""
+    """Return the median milliseconds of each way; the ways take turns, so that drift affects all equally."""
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for name, way in ways.items():
@@ -95,14 +95,14 @@ def make_ways(model: Parameters, device: str) -> dict[str, Callable[[], None]]:
 
 
 def set_norm(model: Parameters, norm: float) -> None:
-    """Clipping shrinks the gradients in place, so each call starts from fresh ones of a known norm."""
+    """Give the gradients a known norm again, because clipping shrinks them in place."""
     std = norm / sum(weight.numel() for weight in model.weights) ** 0.5
     for weight in model.weights:
         weight.grad.normal_(std=std)
 
 
 def measure_memory(name: str, device: str) -> dict[str, float]:
-    """Device bytes that a Guard holds, and its peak above the stock step's."""
+    """Return the device bytes that a Guard holds, and its peak above the stock step's."""
     if device != "cuda":
         return {}
     model = Parameters(parameter_shapes(name), device)
@@ -129,7 +129,7 @@ def measure_memory(name: str, device: str) -> dict[str, float]:
 
 
 def measure_floor(num: int, device: str, step_ms: float) -> float:
-    """Step alone plus reading the gradients once at this machine's copy bandwidth."""
+    """Return the time of the step alone plus reading the gradients once at this machine's copy bandwidth."""
     source = torch.empty(num, device=device)
     target = torch.empty_like(source)
     copy = time_rounds({"copy": lambda: target.copy_(source)}, device, 10)["copy"]

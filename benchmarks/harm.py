@@ -1,13 +1,14 @@
-"""What does a Guard do to trainings that are healthy? Every scenario of tests/healthy, plain and guarded, side by side.
+"""What does a Guard do to healthy trainings? Every scenario of tests/healthy, plain and guarded.
 
-A run is harmed when a Guard skips, changes a rate, rolls back or halts, or when its weights, losses or side effects are
-not the plain run's to the bit. `warned` counts runs with a finding of severity warning or worse. Twice: with the policy
-that acts at the first symptom, as guides to training advise, and with the default, which acts on proof. No clipping.
+A run is harmed when a Guard skips, changes a learning rate, rolls back or halts, or when weights, losses or side
+effects are not bit-identical to the plain run's. `warned` counts runs with a finding of severity warning or above. Each
+runs twice: with the policy that acts at the first symptom, as training guides advise, and with the default, which acts
+on proof. No clipping.
 
     python benchmarks/harm.py [--seeds N] [--only NAME] [--clip none|default|fixed1] [--quick]
 
-With a clip the bits cannot be equal: then only actions, halts and missed aims count, and nothing is written. Exit code
-1 when the default harmed a run.
+Clipping changes the bits: with a clip, only actions, halts and missed goals count, and nothing is written. The exit
+code is 1 when the default harmed a run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ QUICK = ("class_incremental", "gan_of_two_guards", "counts_its_calls", "bf16_mod
 
 
 def compare(scenario: Scenario, seed: int, plain: Ending, config: GuardConfig) -> dict[str, Any]:
-    """Run one scenario on a Guard and say what that did to it."""
+    """Run one scenario on a Guard and return what the Guard did to it."""
     guarded = scenario.train(seed=seed, config=config)
     differences = guarded.compare(plain) if config.clip is None else guarded.shortfalls
     return {
@@ -59,12 +60,12 @@ def compare(scenario: Scenario, seed: int, plain: Ending, config: GuardConfig) -
 
 
 def find_last(ending: Ending) -> float | None:
-    """Median of the last 50 losses of the first loop."""
+    """Return the median of the last 50 losses of the first loop."""
     return statistics.median(ending.losses[0][-50:]) if ending.losses[0] else None
 
 
 def describe(run: dict[str, Any]) -> str:
-    """One line about one run."""
+    """Return one line about one run."""
     parts = [f"{'HARMED' if run['harmed'] else 'ok':<7}{run['name']:<36}{run['seed']}"]
     parts.append(f"{show(run['plain_loss']):>10} -> {show(run['guarded_loss']):<10}")
     more = len(run["actions"]) - 3
@@ -82,7 +83,7 @@ def show(loss: float | None) -> str:
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts over all runs, and the names of those that were harmed or warned."""
+    """Return counts over all runs, and the names of those that were harmed or warned."""
     chosen = {
         "harmed": [run for run in runs if run["harmed"]],
         "acted_on": [run for run in runs if run["actions"]],
@@ -95,7 +96,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def choose(only: str | None, quick: bool) -> Iterator[Scenario]:
-    """The scenarios asked for."""
+    """Return the requested scenarios."""
     for name, scenario in SCENARIOS.items():
         if (only is None or only in name) and (not quick or name in QUICK):
             yield scenario
@@ -109,7 +110,7 @@ def main() -> int:
     parser.add_argument("--clip", choices=CLIPS, default="none", help="how the Guard clips")
     parser.add_argument("--quick", action="store_true", help="four scenarios, nothing written")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+    torch.set_num_threads(1)  # tensors are tiny: a second thread would only wait
     warnings.simplefilter("ignore")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
@@ -122,17 +123,17 @@ def main() -> int:
                 print(f"{name:<9}{describe(runs[name][-1])}", flush=True)
     if not runs["on_proof"]:
         parser.error(f"no scenario has {arguments.only!r} in its name")
-    told = {name: {"summary": summarise(those), "rules": count_rules(those)} for name, those in runs.items()}
-    for name, one in told.items():
+    both = {name: {"summary": summarise(those), "rules": count_rules(those)} for name, those in runs.items()}
+    for name, one in both.items():
         counts = (f"{count} {word.removeprefix('num_')}" for word, count in one["summary"].items() if "num_" in word)
         print(f"{name:<9}" + ", ".join(counts).replace("_", " "), one["rules"])
     partly = arguments.quick or arguments.only is not None or arguments.clip != "none"
-    print("written:", write_results("harm", told, quick=partly))
-    return int(told["on_proof"]["summary"]["num_harmed"] > 0)
+    print("written:", write_results("harm", both, quick=partly))
+    return int(both["on_proof"]["summary"]["num_harmed"] > 0)
 
 
 def count_rules(runs: list[dict[str, Any]]) -> dict[str, int]:
-    """In how many runs each rule acted."""
+    """Return in how many runs each rule acted."""
     acted = Counter(kind for run in runs for kind in {word.split()[1] for word in run["actions"]})
     return dict(sorted(acted.items()))
 

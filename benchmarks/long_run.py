@@ -1,14 +1,14 @@
-"""What a whole guarded run costs: the mean, not the median, with snapshots, looks and the record in it.
+"""What a whole guarded run costs: the mean, not the median, with snapshots, looks and records included.
 
-On CUDA GPT-2 124M eager, compiled and with CUDA graphs, and 774M compiled, bf16 autocast, fused AdamW, T=1024. On the
-CPU an MLP and a CNN that take about a millisecond a step, and a 10M-parameter GPT, with one thread. Each way has a
-model, an optimizer and, where it is guarded, a new Guard with everything on, its first snapshot included; the ways take
-turns. On CUDA they share a process, one for each model, and a step's time is that between two events. In a turn of 250
-steps the memory of a snapshot is pinned beside guarded steps, not beside the plain ones that follow: they begin when
-that is over. In turns of 50 it slows those as well. On the CPU each has its own process, so that one can be `steadygrad
-run`, and the time of a step is the CPU time of that process: other programs on the machine change it little. A turn
-there begins with the cold caches that the process before it left, so the turns are not a divisor of the hundred steps
-from look to look: no real run is cold whenever it looks. `worst ten` is the slowest stretch of ten consecutive steps.
+On CUDA: GPT-2 124M eager, compiled and with CUDA graphs, and 774M compiled; bf16 autocast, fused AdamW, T=1024. On the
+CPU: an MLP and a CNN that take about a millisecond per step, and a 10M-parameter GPT, on one thread. Each way has its
+own model and optimizer and, if guarded, a new Guard with every default, including its first snapshot; the ways take
+turns. On CUDA the ways of one model share a process, and a step is timed between two events. In turns of 250 steps,
+snapshot memory is pinned during guarded steps only: the plain steps that follow wait until pinning has finished. In
+turns of 50, pinning slows the plain steps too. On the CPU each way has its own process, so that one can be `steadygrad
+run`, and a step is timed in CPU seconds of that process, which other programs affect little. There a turn begins with
+cold caches, so its length does not divide the hundred steps between two looks: no real run is cold at every look.
+`worst ten` is the slowest stretch of ten consecutive steps.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """
@@ -40,11 +40,11 @@ from models import GPT, SHAPES
 from steadygrad import Guard, GuardConfig, SnapshotConfig
 
 WARM_UP = 12
-"""Unguarded steps before a Guard is made: compiling, autotuning and the optimizer's own state."""
+"""Unguarded steps before a Guard is created: compiling, autotuning and creating the optimizer's state."""
 TURNS = {"cuda": 250, "cpu": 70}
-"""Steps of one way before the next one's."""
+"""Steps of one way before the next way's turn."""
 POOL = 16
-"""Different batches."""
+"""Number of different batches."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Scenario:
     make: Callable[[str], nn.Module]
     batch: Callable[[str], Tensor]
     compile: str | None = None
-    """torch.compile's mode; None: eager."""
+    """torch.compile's mode, or None for eager."""
     steps: int = 1000
 
 
@@ -67,7 +67,7 @@ def make_ids(name: str, size: int, context: int) -> Callable[[str], Tensor]:
 
 
 class Squared(nn.Module):
-    """Any network with a loss behind it, so that a batch is one tensor."""
+    """Any network with a loss on top, so that a batch is one tensor."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -133,16 +133,16 @@ class Way:
         self.optimizer.zero_grad()
 
     def begin(self) -> None:
-        """After the warm-up, before the first step that counts."""
+        """Prepare after the warm-up, before the first timed step."""
 
     def step(self, batch: Tensor) -> None:
         self.plain_step(batch)
 
     def settle(self) -> None:
-        """After a turn: wait for what would disturb the next way."""
+        """Wait, after a turn, for work that would disturb the next way."""
 
     def end(self) -> None:
-        """After the last step."""
+        """Finish after the last step."""
 
 
 class Clipped(Way):
@@ -156,7 +156,7 @@ class Clipped(Way):
 
 
 class Guarded(Way):
-    """A Guard as it is by default, with a run directory."""
+    """A Guard with all defaults and a run directory."""
 
     config = GuardConfig()
 
@@ -179,13 +179,13 @@ class Guarded(Way):
 
 
 class GuardedWithoutSnapshots(Guarded):
-    """The same without snapshots: what they cost is the difference."""
+    """The same without snapshots, to show what they cost."""
 
     config = GuardConfig(snapshots=SnapshotConfig(enabled=False))
 
 
 WAYS: dict[str, type[Way]] = {
-    "Guard, defaults, with run_dir": Guarded,  # first: nobody has pinned memory in this process yet
+    "Guard, defaults, with run_dir": Guarded,  # first, while no memory of this process is pinned yet
     "plain": Way,
     "plain, again (noise)": Way,
     "clip_grad_norm_": Clipped,
@@ -218,7 +218,7 @@ def time_turn(way: Way, count: int) -> None:
 
 
 def run_on_cuda(scenario: Scenario, steps: int, without: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return times and findings of each way, and the memory of all."""
+    """Return times and findings of each way, and the memory of all ways together."""
     gc.collect()
     torch.cuda.empty_cache()
     ways = {title: kind(scenario, "cuda") for title, kind in WAYS.items() if title not in without}
@@ -226,7 +226,7 @@ def run_on_cuda(scenario: Scenario, steps: int, without: Sequence[str]) -> tuple
         for i in range(WARM_UP):
             way.plain_step(way.batches[i % POOL])
     for way in ways.values():
-        way.optimizer.state.clear()  # a run begins without moments
+        way.optimizer.state.clear()  # a run begins without optimizer state
         way.begin()
     for count in list_turns(steps, TURNS["cuda"]):
         for way in ways.values():
@@ -247,7 +247,7 @@ def run_on_cuda(scenario: Scenario, steps: int, without: Sequence[str]) -> tuple
 
 
 class Child:
-    """A way in a process of its own. It runs as many steps as it is told, then waits."""
+    """A way in its own process. It runs the requested number of steps, then waits."""
 
     def __init__(self, scenario: str, title: str, folder: str) -> None:
         program = [__file__, "--serve", scenario, "--way", "plain" if title == RUN else title]
@@ -264,7 +264,7 @@ class Child:
         self.ask("")
 
     def ask(self, line: str) -> Any:
-        """Say something, and return the answer."""
+        """Send a request and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if line:
@@ -276,10 +276,10 @@ class Child:
         return json.loads(answer)
 
     def end(self) -> Any:
-        """Return what it measured, once it has ended: it writes its record until then."""
-        told = self.ask("end")
+        """Return its measurements after it has ended, since it writes its record until then."""
+        measured = self.ask("end")
         self._process.communicate()
-        return told
+        return measured
 
 
 def run_on_cpu(scenario: str, steps: int, without: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -293,7 +293,7 @@ def run_on_cpu(scenario: str, steps: int, without: Sequence[str]) -> tuple[dict[
 
 
 def serve(scenario: Scenario, title: str) -> None:
-    """Be such a process. Under `steadygrad run` the warm-up makes no step: the first one is the run's first."""
+    """Run as such a process. Under `steadygrad run` the warm-up takes no step, so the first step is the run's first."""
     way = WAYS[title](scenario, "cpu")
     for i in range(WARM_UP):
         way.loss(way.batches[i % POOL]).backward()
@@ -304,8 +304,8 @@ def serve(scenario: Scenario, title: str) -> None:
         if line.strip() == "end":
             way.end()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            told = {"times": way.times, "findings": getattr(way, "findings", []), "host_peak_bytes": peak}
-            print(json.dumps(told), flush=True)
+            answer = {"times": way.times, "findings": getattr(way, "findings", []), "host_peak_bytes": peak}
+            print(json.dumps(answer), flush=True)
             return
         time_turn(way, int(line))
         print(json.dumps("done"), flush=True)
@@ -320,7 +320,7 @@ def list_turns(steps: int, turn: int) -> list[int]:
 
 
 def run_scenario(name: str, device: str, steps: int, without: Sequence[str]) -> dict[str, Any]:
-    """All ways of one scenario, in turns."""
+    """Run all ways of one scenario, in turns."""
     if device == "cuda":
         ways, memory = run_on_cuda(SCENARIOS[device][name], steps, without)
     else:
@@ -329,17 +329,17 @@ def run_scenario(name: str, device: str, steps: int, without: Sequence[str]) -> 
     base = statistics.fmean(ways["plain"]["times"])
     base_ten = statistics.fmean(worst_ten(ways["plain"]["times"]))
     print(f"\n{name}, {steps} steps each", flush=True)
-    for title, told in ways.items():
-        times = told.pop("times")
+    for title, measured in ways.items():
+        times = measured.pop("times")
         mean, middle = statistics.fmean(times), statistics.median(times)
         ten = statistics.fmean(worst_ten(times))
         rows[title] = {
             "mean_ms": mean, "median_ms": middle, "worst_ten_ms": ten, "mean_ratio": mean / base,
-            "more_ms": mean - base, "worst_ten_ratio": ten / base_ten, **told,
+            "more_ms": mean - base, "worst_ten_ratio": ten / base_ten, **measured,
         }  # fmt: skip
         print(
             f"  {title:32s} mean {mean:8.3f} ms ({mean / base:.3f}, {mean - base:+.3f} ms)  median {middle:8.3f}  "
-            f"worst ten {ten:8.3f} ({ten / base_ten:.2f})  {' '.join(told['findings'])}",
+            f"worst ten {ten:8.3f} ({ten / base_ten:.2f})  {' '.join(measured['findings'])}",
             flush=True,
         )
         slowest = sorted(range(len(times)), key=lambda i: -times[i])[:12]
@@ -348,7 +348,7 @@ def run_scenario(name: str, device: str, steps: int, without: Sequence[str]) -> 
 
 
 def worst_ten(times: list[float]) -> list[float]:
-    """The ten consecutive steps that took longest."""
+    """Return the times of the slowest ten consecutive steps."""
     start = max(range(max(1, len(times) - 9)), key=lambda i: sum(times[i : i + 10]))
     return times[start : start + 10]
 

@@ -1,10 +1,10 @@
-"""What a look costs: by default every hundredth step, weights, Adam's ratio, inputs and activations are measured too.
+"""What a look costs: every hundredth step, by default, weights, Adam's ratio, inputs and activations are measured too.
 
-GPTs of different numbers of tensors under a Guard that looks every 20 steps, eager, bf16 autocast and fused AdamW on
-CUDA; a small one in fp32 on the CPU. A look is queued in one step and read in the next, so its cost is what those two
-steps take more than two ordinary ones: the median over looks, beside the mean. `host` waits for the device before each
-step, so that only the host's own work is left; `step` does not. The kernels that a look launches are counted by torch's
-profiler, in a step with a look and in one without.
+GPTs with different numbers of tensors under a Guard that looks every 20 steps: eager, bf16 autocast and fused AdamW on
+CUDA; a small one in fp32 on the CPU. A look is queued in one step and read in the next, so its cost is how much longer
+those two steps take than two ordinary ones: median and mean over looks. `host` waits for the device before each step,
+which leaves only the host's work; `step` does not wait. Kernels are counted by torch's profiler, in a step with a look
+and in one without.
 
     python benchmarks/looks.py [--device cuda|cpu] [--only NAME] [--quick]
 """
@@ -27,12 +27,12 @@ from models import GPT, SHAPES
 from steadygrad import Guard, GuardConfig, MeasureConfig, SnapshotConfig
 
 EVERY = 20
-"""Steps from look to look."""
+"""Steps from one look to the next."""
 MODELS = {
     "cuda": {"GPT-2 124M": (12, 8, 1024, 12), "43M, 1154 small tensors": (6, 8, 256, 3)},
     "cpu": {"10M": (8, 2, 128, 6)},
 }
-"""Name of the shapes: heads, batch size, tokens, looks to time in each way."""
+"""Name of the shapes -> heads, batch size, tokens, looks to time in each way."""
 
 
 class Training:
@@ -70,7 +70,7 @@ class Training:
             torch.cuda.synchronize()
 
     def time_host(self) -> list[float]:
-        """Return milliseconds of the host for EVERY steps from a look on."""
+        """Return host milliseconds of EVERY steps, starting at a look."""
         self.step_to_look()
         times = []
         for _ in range(EVERY):
@@ -81,7 +81,7 @@ class Training:
         return times
 
     def time_steps(self) -> list[float]:
-        """Return milliseconds of EVERY steps from a look on: between two events on CUDA, of the clock elsewhere."""
+        """Return milliseconds of EVERY steps, starting at a look: by events on CUDA, by the clock elsewhere."""
         self.step_to_look()
         if self._device != "cuda":
             return self.time_host()
@@ -95,7 +95,7 @@ class Training:
         return [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
 
     def count_launches(self) -> dict[str, int]:
-        """Return how many kernels and copies one step with a look starts, and one without."""
+        """Return how many kernels and copies a step with a look launches, and a step without."""
         found = {}
         for which in ("with", "without"):
             if which == "with":
@@ -113,7 +113,7 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
     """Time `rounds` looks in each way."""
     training = Training(name, device)
     training.step_to_look()
-    training.step()  # the first look, with what is made once
+    training.step()  # the first look, with one-time setup
     host = [training.time_host() for _ in range(rounds)]
     steps = [training.time_steps() for _ in range(rounds)]
     launches = training.count_launches() if device == "cuda" else {}
@@ -121,7 +121,7 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
 
 
 def compare(rounds: list[list[float]]) -> dict[str, Any]:
-    """Return what each look took more than two ordinary steps, beside the ordinary step."""
+    """Return how much longer each look took than two ordinary steps, and the time of an ordinary step."""
     usual = statistics.median(time for times in rounds for time in times[2:])
     looks = [sum(times[:2]) - 2 * usual for times in rounds]
     return {

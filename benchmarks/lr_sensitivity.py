@@ -1,11 +1,12 @@
-"""Which learning rates train? Final loss against the rate, for ways of clipping, for two cures, and for a Guard.
+"""Which learning rates train? Final loss by learning rate, for several ways of clipping, two model changes and a Guard.
 
-A small GPT on text of a Markov chain (made here; its entropy is the floor), AdamW (0.9, 0.95), warm-up over the first
-5 %, cosine to a tenth, rates 3e-4 ... 3e-1 as in arXiv 2309.14322. Every way has the same weights at first, the same
-batches and as many of them: what a rollback throws away is lost. A rate *trains* when it closes at least
-nine tenths of the way from the first loss to the lowest final loss in the table. The clip strategies are this
-library's, on a Guard that only watches (it still skips a step that is not finite); "no clip" and "clip at 1.0" are
-plain loops. "Guard" has every default. A cell shows the median over the seeds; every run is counted that trains.
+A small GPT on synthetic text from a Markov chain (its entropy is the lower bound), AdamW (0.9, 0.95), warm-up over the
+first 5 %, cosine to a tenth, learning rates 3e-4 ... 3e-1 as in arXiv 2309.14322. Every way starts from the same
+weights and gets the same batches, and no more of them: steps undone by a rollback are lost. A learning rate *trains*
+when it closes at least nine tenths of the way from the first loss to the lowest final loss in the table. The clip
+strategies are this library's, on a Guard that only watches (it still skips a step that is not finite); "no clip" and
+"clip at 1.0" are plain loops. "Guard" has all defaults. A cell shows the median over the seeds; "runs that train"
+counts single runs.
 
     python benchmarks/lr_sensitivity.py [--device cuda|cpu] [--quick] [--seeds N] [--seconds N] [--workers N]
                                         [--only COLUMN]
@@ -39,14 +40,14 @@ from steadygrad.errors import TrainingHalted
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 GROUPS = 2
-"""Groups of symbols: what the model must look one symbol further back for."""
+"""Number of groups of symbols: to use them, the model must look one symbol further back."""
 TRAINS = 0.9
 """Share of the way from the first loss to the lowest final one that a run must close to count as trained."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model, and how long the training."""
+    """Size of the model and length of the training."""
 
     width: int
     layers: int
@@ -57,7 +58,7 @@ class Size:
     symbols: int
     seeds: int
     seconds: float
-    """No run is begun after so many; seeds that are not complete by then are left out of the table."""
+    """No run starts after this many seconds; seeds that are incomplete by then are left out of the table."""
 
 
 SIZES = {
@@ -95,7 +96,7 @@ QUICK_RATES = (3e-3, 3e-2, 3e-1)
 
 
 class Language:
-    """Text in which the last symbol, and the group of the one before it, leave four successors: 1/2, 1/4, 1/8, 1/8."""
+    """Text in which the last symbol and the group of the one before it leave four successors: 1/2, 1/4, 1/8, 1/8."""
 
     def __init__(self, symbols: int, device: str) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -106,7 +107,7 @@ class Language:
 
     @property
     def entropy(self) -> float:
-        """Nats a symbol: the loss that no model can beat."""
+        """Return the entropy in nats per symbol: no model can reach a lower loss."""
         return -float((self.shares * self.shares.log()).sum())
 
     def write(self, batch: int, length: int, generator: torch.Generator) -> Tensor:  # -> [B, T]
@@ -130,7 +131,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), fused=True)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._share_of_rate)
         generator = torch.Generator(device).manual_seed(1000 + seed)
-        # Written once and in one go: symbol by symbol is slow on a GPU.
+        # Generated at once: symbol by symbol is slow on a GPU.
         text = self.language.write(size.steps * size.batch, size.context + 1, generator)
         self.batches = text.view(size.steps, size.batch, -1)
         self.unseen = self.language.write(8 * size.batch, size.context + 1, generator).view(8, size.batch, -1)
@@ -144,7 +145,7 @@ class Training:
 
     @torch.no_grad()
     def test(self) -> float:
-        """Loss on unseen text, without the z-loss."""
+        """Return the loss on unseen text, without the z-loss."""
         self.model.eval()
         loss = float(torch.stack([self.model(ids) for ids in self.unseen]).mean())
         self.model.train()
@@ -152,7 +153,7 @@ class Training:
 
 
 def train_plainly(training: Training, max_norm: float | None) -> dict[str, Any]:
-    """The loop that people write."""
+    """Train with a plain loop."""
     for ids in training.batches:
         training.model(ids).backward()
         if max_norm is not None:
@@ -164,7 +165,7 @@ def train_plainly(training: Training, max_norm: float | None) -> dict[str, Any]:
 
 
 def train_guarded(training: Training, config: GuardConfig) -> dict[str, Any]:
-    """The same loop on a Guard, and what it did."""
+    """Train with the same loop on a Guard, and return what it did."""
     guard = Guard(training.model, training.optimizer, scheduler=training.scheduler, config=config)
     halted = False
     try:
@@ -178,19 +179,19 @@ def train_guarded(training: Training, config: GuardConfig) -> dict[str, Any]:
 
 
 def run_one(name: str, rate: float, seed: int, size: Size, device: str) -> dict[str, Any]:
-    """Train once; what came of it."""
+    """Train once and return the result."""
     column, begin = COLUMNS[name], time.perf_counter()
     training = Training(column, rate, seed, size, device)
     first = training.test()
     if column.guard:
-        told = train_guarded(training, GuardConfig())
+        outcome = train_guarded(training, GuardConfig())
     elif column.clip is None or isinstance(column.clip, float):
-        told = train_plainly(training, column.clip)
+        outcome = train_plainly(training, column.clip)
     else:
         watching = GuardConfig(clip=column.clip, policy=Policy.observe(), snapshots=SnapshotConfig(enabled=False))
-        told = {"halted": train_guarded(training, watching)["halted"]}
+        outcome = {"halted": train_guarded(training, watching)["halted"]}
     loss = training.test()
-    found = {"first_loss": first, "loss": loss if math.isfinite(loss) else None, **told}
+    found = {"first_loss": first, "loss": loss if math.isfinite(loss) else None, **outcome}
     return {"column": name, "rate": rate, "seed": seed, **found, "seconds": round(time.perf_counter() - begin, 2)}
 
 
@@ -198,7 +199,7 @@ Task = tuple[str, float, int, Size, str, float]
 
 
 def work(task: Task) -> dict[str, Any] | None:
-    """What a worker does with one task: nothing any more once the time is over."""
+    """Run one task in a worker; do nothing after the time limit."""
     *what, deadline = task
     if time.time() > deadline:
         return None
@@ -209,7 +210,7 @@ def work(task: Task) -> dict[str, Any] | None:
 
 
 def run_all(tasks: Sequence[Task], workers: int) -> Iterator[dict[str, Any]]:
-    """Every task's result as it comes."""
+    """Yield the result of each task as it arrives."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for number, found in enumerate(pool.imap_unordered(work, tasks), 1):
             if found is not None:
@@ -220,7 +221,7 @@ def run_all(tasks: Sequence[Task], workers: int) -> Iterator[dict[str, Any]]:
 
 
 def keep_complete(runs: Sequence[dict[str, Any]], num_cells: int) -> list[dict[str, Any]]:
-    """The seeds of which every cell is there; all there is when no seed is complete."""
+    """Return the seeds that have every cell, or all seeds when none is complete."""
     counts = Counter(run["seed"] for run in runs)
     complete = {seed for seed, count in counts.items() if count == num_cells}
     kept = [run for run in runs if run["seed"] in complete] or list(runs)
@@ -228,7 +229,7 @@ def keep_complete(runs: Sequence[dict[str, Any]], num_cells: int) -> list[dict[s
 
 
 def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median final losses by column and rate, the share of runs that train, and the mean loss above the lowest."""
+    """Return median final losses by column and rate, the share of runs that train, and the mean excess loss."""
     first = statistics.median(run["first_loss"] for run in runs)
     medians: dict[str, dict[str, float | None]] = {}
     for run in runs:
@@ -255,7 +256,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def render(summary: Mapping[str, Any]) -> str:
-    """The table, as Markdown: rates down, ways across."""
+    """Return the table as Markdown: learning rates down, ways across."""
     columns = summary["columns"]
     rates = sorted({rate for one in columns.values() for rate in one["loss"]}, key=float)
     lines = ["| learning rate | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -268,7 +269,7 @@ def render(summary: Mapping[str, Any]) -> str:
 
 
 def show_loss(cells: Mapping[str, float | None], rate: str, bound: float) -> str:
-    """'1.243', in bold where it trained; '-' where there was no time to run it."""
+    """Return '1.243', in bold if it trained; '-' if there was no time to run it."""
     loss = cells.get(rate)
     if loss is None:
         return "NaN" if rate in cells else "-"
@@ -280,9 +281,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="three rates, five ways, a tiny model; nothing is written")
-    parser.add_argument("--seeds", type=int, help="so many, one after the other  [default: 3 on cpu, 2 on cuda]")
-    parser.add_argument("--seconds", type=float, help="begin no run after so many")
-    parser.add_argument("--workers", type=int, help="processes  [default: all cores but a few]")
+    parser.add_argument(
+        "--seeds", type=int, help="number of seeds, run one after the other  [default: 3 on cpu, 2 on cuda]"
+    )
+    parser.add_argument("--seconds", type=float, help="start no run after this many seconds")
+    parser.add_argument("--workers", type=int, help="number of processes  [default: all cores except a few]")
     parser.add_argument("--only", action="append", choices=list(COLUMNS), help="this way only; nothing is written")
     args = parser.parse_args()
     size = SIZES["quick" if args.quick else args.device]
@@ -295,7 +298,7 @@ def main() -> int:
     tasks: list[Task] = []
     for seed in range(size.seeds):
         cells = [(name, rate, seed, size, args.device, deadline) for name in names for rate in rates]
-        random.Random(seed).shuffle(cells)  # so that the slow ways do not all come last
+        random.Random(seed).shuffle(cells)  # so that the slow ways do not all run last
         tasks += cells
     print(describe_machine())
     print(f"{len(tasks)} trainings of {size.steps} steps, {workers} at a time", flush=True)

@@ -1,4 +1,4 @@
-"""What machine a benchmark ran on, and where its results go."""
+"""Describes the machine that a benchmark ran on, and writes its results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def describe_machine() -> dict[str, Any]:
-    """Platform, processor, cores, versions and, where there is one, the GPU."""
+    """Return platform, processor, cores, versions and the GPU, if any."""
     facts: dict[str, Any] = {
         "system": platform.platform(),
         "cpu": _cpu_model(),
@@ -31,9 +31,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def write_results(name: str, results: Any, *, quick: bool = False) -> Path | None:
-    """Write `results` beside the machine's description into benchmarks/results/NAME.json, or under $OUT.
+    """Write `results` and the machine's description into benchmarks/results/NAME.json, or under $OUT.
 
-    Quick ones never take the place of measured ones: without $OUT they are not written, and None comes back.
+    Quick results never replace measured ones: without $OUT they are not written, and None is returned.
     """
     if quick and not os.environ.get("OUT"):
         return None

@@ -1,4 +1,4 @@
-"""The models that the benchmarks train: parameter shapes alone, and a small GPT."""
+"""The models that the benchmarks train: bare parameter shapes, and a small GPT."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SHAPES = {
 
 
 def parameter_shapes(name: str) -> list[tuple[int, ...]]:
-    """The shapes of a GPT's parameters."""
+    """Return the parameter shapes of a GPT."""
     d, layers, vocabulary = SHAPES[name]
     block = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
     return [(vocabulary, d), (1024, d), *(shape for _ in range(layers) for shape in block)]
 
 
 class Parameters(nn.Module):
-    """Parameters of the given shapes with gradients in place, and no forward: for timing the step alone."""
+    """Parameters of the given shapes with gradients set and no forward, for timing the step alone."""
 
     def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Parameters(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP; with `qk_norm` each head's queries and keys are normed before they meet."""
+    """Pre-norm attention and MLP; with `qk_norm`, the queries and keys of each head are normalised before attention."""
 
     def __init__(self, width: int, heads: int, *, qk_norm: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2's architecture, tied embeddings, loss included; `z_loss` times the squared log-partition is added to it."""
+    """GPT-2's architecture, tied embeddings, loss included; the loss has `z_loss` times the squared log-partition."""
 
     def __init__(
         self,

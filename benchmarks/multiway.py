@@ -1,9 +1,9 @@
-"""What the exact contrastive loss over six modalities costs, forward and backward, beside the ways people have.
+"""What the exact contrastive loss over six modalities costs, forward and backward, compared with other ways.
 
-D=512, every anchor against all B^5 combinations: an einsum to [B]^6, two halves and one matmul, Symile's enumeration
-of the combinations for each anchor, and ours. Then the form with one vector exchanged (`fibre`) at B=8192. Peak memory
-is above what the features hold; a way that does not fit is written down as such. Last what each precision of ours is
-worth: how far loss and gradients are from float64. `--tune` times tile sizes instead.
+D=512, every anchor against all B^5 combinations: an einsum to [B]^6, two halves and one matmul, Symile's enumeration of
+the combinations for each anchor, and ours. Then the form that exchanges one vector (`fibre`), at B=8192. Peak memory is
+what is added to the features; a way that does not fit is listed as out of memory. The last table shows the accuracy of
+each precision of ours: the error of loss and gradients relative to float64. `--tune` times tile sizes instead.
 
     python benchmarks/multiway.py [--device cuda|cpu] [--quick] [--tune]
 """
@@ -28,13 +28,13 @@ from machine import describe_machine, write_results
 from steadygrad.losses.multiway import align_gain, multiway_contrastive
 
 NUM = 6
-OTHERS = ("cosine", "norm", "distance")  # timed after all else, in plain torch and in the kernels
+OTHERS = ("cosine", "norm", "distance")  # timed last, in plain torch and in the kernels
 CLIP_SCALE = 14.0
 Way = Callable[[Sequence[Tensor], float], Tensor]
 
 
 def einsum_loss(features: Sequence[Tensor], scale: float) -> Tensor:
-    """All logits as one [B]^6 tensor; for each anchor a log-sum-exp over the other five axes."""
+    """All logits as one [B]^6 tensor; a log-sum-exp over the other five axes for each anchor."""
     left = torch.einsum("ad,bd,cd->abcd", *features[:3])
     right = torch.einsum("ad,bd,cd->abcd", *features[3:])
     logits = scale * torch.einsum("abcz,defz->abcdef", left, right)
@@ -55,7 +55,7 @@ def matmul_loss(features: Sequence[Tensor], scale: float) -> Tensor:
 
 
 def symile_loss(features: Sequence[Tensor], scale: float) -> Tensor:
-    """For each anchor the products of all combinations of the others, written out [B^5, D], and a cross entropy."""
+    """For each anchor, the products of all combinations of the others, written out as [B^5, D], and a cross entropy."""
     size = len(features[0])
     step = sum(size**k for k in range(NUM - 1))  # from one aligned combination to the next
     labels = torch.arange(size, device=features[0].device) * step
@@ -112,16 +112,18 @@ def make_features(size: int, dim: int, device: str) -> list[Tensor]:
 def measure(
     way: Way, size: int, dim: int, device: str, rounds: int, *, scale: float | None = None, warm_up: bool = True
 ) -> dict[str, Any]:
-    """Median milliseconds of forward and backward, peak bytes above the features, the loss; or that it did not fit."""
+    """Return median milliseconds of forward and backward, peak bytes above the features, and the loss; or out of
+    memory.
+    """
     if device == "cuda":
-        torch.cuda.empty_cache()  # a way before may have left every block it could get
+        torch.cuda.empty_cache()  # an earlier way may have taken every free block
     features = make_features(size, dim, device)
     scale = CLIP_SCALE * align_gain(NUM, dim) if scale is None else scale
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times = []
     try:
         for round_number in range(rounds + warm_up):
-            if round_number == warm_up and device == "cuda":  # the first warms up, compiles and loads libraries
+            if round_number == warm_up and device == "cuda":  # the first round warms up, compiles and loads libraries
                 torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated() if device == "cuda" else 0
             sync()
@@ -140,7 +142,7 @@ def measure(
 
 
 def compare(sizes: dict[str, list[int]], dim: int, device: str, rounds: int) -> dict[str, Any]:
-    """Every way at each of its sizes, in one run."""
+    """Time every way at each of its sizes, in one run."""
     ways: dict[str, Way] = {
         "einsum to [B]^6": einsum_loss,
         "one matmul": matmul_loss,
@@ -179,7 +181,7 @@ def compare_fibre(size: int, dim: int, device: str, rounds: int) -> dict[str, An
 
 
 def compare_accuracy(sizes: list[int], dim: int, device: str) -> dict[str, Any]:
-    """How far the loss, and the worst of its gradients, is from float64, as a share of its norm."""
+    """Return the errors of the loss and of the worst gradient relative to float64, as a share of the norm."""
     table: dict[str, Any] = {}
     for size in sizes:
         print(f"\naccuracy, B={size}", flush=True)
@@ -195,7 +197,9 @@ def compare_accuracy(sizes: list[int], dim: int, device: str) -> dict[str, Any]:
 
 
 def compare_similarities(sizes: list[int], dim: int, device: str, rounds: int) -> dict[str, Any]:
-    """The other similarities, "auto" beside plain torch. That takes 12 s at B=64 on an H200: one of them, once."""
+    """Time the other similarities, "auto" and plain torch. That takes 12 s at B=64 on an H200, so one of them runs
+    once.
+    """
     table: dict[str, Any] = {}
     for size, similarity in itertools.product(sizes, OTHERS):
         print(f"\n{similarity}, B={size}", flush=True)
@@ -214,7 +218,7 @@ def compare_similarities(sizes: list[int], dim: int, device: str, rounds: int) -
 
 
 def compare_similarity_errors(size: int, dim: int, device: str) -> dict[str, Any]:
-    """As `compare_accuracy`, for the other similarities and for a large scale too."""
+    """Like `compare_accuracy`, for the other similarities and also for a large scale."""
     table: dict[str, Any] = {}
     for similarity, scale in itertools.product(OTHERS, (14.3, 100.0)):
         print(f"\naccuracy, {similarity}, scale {scale}", flush=True)
@@ -230,7 +234,7 @@ def compare_similarity_errors(size: int, dim: int, device: str) -> dict[str, Any
 
 
 def count_launches(size: int, dim: int) -> dict[str, int]:
-    """How many kernels, copies and fills one forward and backward puts on the device, for each similarity."""
+    """Count the kernels, copies and fills that one forward and backward launches, for each similarity."""
     counts = {}
     for similarity in ("mip", *OTHERS):
         scale = CLIP_SCALE * (align_gain(NUM, dim) if similarity == "mip" else 1.0)
@@ -261,8 +265,8 @@ def report(name: str, found: dict[str, Any]) -> None:
 
 
 def tune(device: str) -> dict[str, Any]:
-    """TFLOP/s of the two kernels and of the products behind them, for tile sizes, on one panel as at B=32."""
-    # rows, columns, depth, warps, stages. Four warps leave room for a second program, whose matmul hides the rest.
+    """Return the TFLOP/s of the two kernels and of the products after them, for tile sizes, on one panel as at B=32."""
+    # rows, columns, depth, warps, stages. Four warps leave room for a second program, whose matmul fills the gaps.
     shapes = {
         "fp16": [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 3)],
         "bf16": [(128, 128, 64, 4, 3), (128, 128, 64, 4, 2), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3),
@@ -277,7 +281,7 @@ def tune(device: str) -> dict[str, Any]:
         for cut in cuts:
             try:
                 found = table[f"{precision} {cut}"] = time_tiles(precision, cut, device)
-            except Exception as error:  # a cut that does not fit the chip must not end the others
+            except Exception as error:  # a tiling that does not fit the chip must not end the others
                 print(f"  {precision} {cut}: {type(error).__name__}: {str(error)[:90]}", flush=True)
                 continue
             rates = "  ".join(f"{name} {rate:5.0f}" for name, rate in found.items())
@@ -286,9 +290,9 @@ def tune(device: str) -> dict[str, Any]:
 
 
 def time_tiles(precision: str, cut: tuple[int, ...], device: str) -> dict[str, float]:
-    """TFLOP/s on 4096 x 32768 logits: the sums, the weights, and the weights with both products behind them.
+    """Return TFLOP/s on 4096 x 32768 logits: the sums, the weights, and the weights with both products after them.
 
-    Of one product of depth 512, however many are needed for it.
+    Counted as one product of depth 512, however many are needed.
     """
     from steadygrad.losses.multiway.engine import Diagonal, Panel, Side
     from steadygrad.losses.multiway.precision import get_dtype, use_precision
@@ -299,7 +303,7 @@ def time_tiles(precision: str, cut: tuple[int, ...], device: str) -> dict[str, f
     p, q = (torch.randn(n, 512 + num_low, device=device).to(dtype) * 0.05 for n in (4096, 32768))
     sides = [Side(torch.full((n,), 10.0, device=device), torch.ones(n, device=device)) for n in (4096, 32768)]
     grad_q, weights = torch.zeros(q.shape, device=device), torch.empty(2, 4096, 32768, dtype=dtype, device=device)
-    engine = TritonEngine(precision, Tiles(*cut), curve="minus root" if num_low else "line")  # as "auto" has them
+    engine = TritonEngine(precision, Tiles(*cut), curve="minus root" if num_low else "line")  # as "auto" chooses them
     unit = torch.ones((), device=device) if dtype == torch.float16 else None
     panel = Panel(p, q, Diagonal(0, 1057, 0, 1057, 4), unit, num_low)
     flop = 2 * math.prod([4096, 32768, 512])
@@ -353,7 +357,7 @@ def main() -> None:
 
 
 def check(table: dict[str, Any]) -> None:
-    """All ways must have computed the same loss, or their times mean nothing."""
+    """Check that all ways computed the same loss; otherwise their times mean nothing."""
     for rows in table.values():
         for size, row in rows.items():
             values = {name: found["loss"] for name, found in row.items() if "loss" in found}

@@ -1,7 +1,7 @@
-"""Results of benchmarks/peers -> their tables in docs/benchmarks.md: one of everything, and one for each program.
+"""Turns the results of benchmarks/peers into their tables in docs/benchmarks.md: one joint table and one per program.
 
-Counts and ratios come from the results files. Where a peer has the better figure a sentence says so, and that sentence
-is made from the same numbers.
+Counts and ratios come from the results files. Where a peer has the better number, a sentence made from the same results
+says so.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from tables import RESULTS, Results, find_command, read, render_table
 
 GUARD, UNCLIPPED, TRAINCHECK = "steadygrad Guard", "steadygrad Guard, clip=None", "TrainCheck"
 OWN_HARMS = {"changed": "harmed", "missed": "harmed", "stopped": "halted", "warned": "warned"}
-"""Our columns by their names in the results of benchmarks/harm.py."""
+"""Our column -> its name in the results of benchmarks/harm.py."""
 HARMS_OF_PEERS = ("stopped", "withheld", "changed", "missed", "warned")
 Figures = dict[str, float]
-"""By column; one that was not measured is missing."""
+"""By column; columns that were not measured are missing."""
 WORDS = {
     "changed": "fewer healthy trainings changed",
-    "missed": "fewer healthy trainings that miss their aim",
+    "missed": "fewer healthy trainings that miss their goal",
     "stopped": "fewer healthy trainings stopped",
     "warned": "fewer healthy trainings with a warning",
     "apart": "more silent errors told apart from their twins",
     "alarms": "fewer false alarms",
     "cost": "a cheaper mean step",
 }
-"""What is better about a better figure, by column."""
+"""What a better number means, by column."""
 
 
 # --- one table --------------------------------------------------------------------------------------------------------
 
 
 def render_all_peers(results: Results) -> str:
-    """What each peer and a Guard do to healthy trainings, what they notice of silent errors, and what they cost."""
+    """Render what each peer and a Guard do to healthy trainings, which silent errors they notice, and their cost."""
     harm, own_harm, silent, learnt = (
         read(RESULTS, name) for name in ("peers_harm", "harm", "silent", "peers_traincheck")
     )
@@ -57,13 +57,13 @@ def render_all_peers(results: Results) -> str:
 
 
 def find_harms(name: str, harm: Results | None) -> Figures:
-    """What a peer did to healthy trainings."""
+    """Return what a peer did to healthy trainings."""
     one = harm["results"]["peers"].get(name) if harm else None
     return {key: one[f"num_{key}"] for key in OWN_HARMS} if one else {}
 
 
 def count_own(cases: Results, asked: Results) -> Figures:
-    """What a Guard named of the cases that the peers were asked about."""
+    """Count what a Guard named among the cases that the peers were tried on."""
     found = {name: cases[name] for name in asked if name in cases}
     named = {name for name, one in found.items() if one["kind"] and one["named"]}
     return {
@@ -74,26 +74,26 @@ def count_own(cases: Results, asked: Results) -> Figures:
 
 
 def count_unclipped(own: Results, harm: Results) -> Figures:
-    """What a Guard without a clip did to the trainings that the peers were tried on."""
+    """Count what a Guard without clipping did to the trainings that the peers were tried on."""
     found, these = own["on_proof"]["summary"], {*harm["scenarios"]}
-    return {key: len(these & {*found[told]}) for key, told in OWN_HARMS.items()}
+    return {key: len(these & {*found[theirs]}) for key, theirs in OWN_HARMS.items()}
 
 
 def count_learnt(learnt: Results) -> tuple[Figures, str]:
-    """TrainCheck's figures, and of how many cases they are."""
-    told = learnt["summary"]
-    figures = {"noticed": told["num_noticed"], "apart": told["num_told_apart"], "alarms": told["num_alarms"]}
+    """Return TrainCheck's numbers, and how many cases they come from."""
+    summary = learnt["summary"]
+    figures = {"noticed": summary["num_noticed"], "apart": summary["num_told_apart"], "alarms": summary["num_alarms"]}
     if "ratio" in learnt["cost"]:
         figures["cost"] = learnt["cost"]["ratio"]
-    return figures, f" of {told['num_done']}"
+    return figures, f" of {summary['num_done']}"
 
 
 def render_rows(rows: dict[str, tuple[str, Figures, str]], num_runs: int, num_faulty: int, num_healthy: int) -> str:
-    """The table; a dash where nothing was measured."""
+    """Render the table, with a dash where nothing was measured."""
     keys = ("changed", "missed", "stopped", "warned", "noticed", "apart", "alarms")
     healthy, silent = f"of {num_runs} healthy trainings", f"of {num_faulty} silent errors"
-    header = ["", "from", f"{healthy}: changed", "aim missed", "stopped", "warned", f"{silent}: noticed", "told apart"]
-    header += [f"false alarms, of {num_healthy} programs without", "mean step"]
+    header = ["", "from", f"{healthy}: changed", "goal missed", "stopped", "warned", f"{silent}: noticed", "told apart"]
+    header += [f"false alarms on {num_healthy} programs without errors", "mean step"]
     lines = []
     for name, (source, figures, part) in rows.items():
         mark = "**" if name.startswith(GUARD) else ""
@@ -106,7 +106,7 @@ def render_rows(rows: dict[str, tuple[str, Figures, str]], num_runs: int, num_fa
 
 
 def say_who_is_better(rows: dict[str, Figures]) -> str:
-    """Where peers have the better figure, in words."""
+    """Return a sentence that lists where peers have the better number."""
     ours = rows.get(GUARD, {})
     found = []
     for key, words in WORDS.items():
@@ -128,25 +128,25 @@ def show_figure(key: str, figure: float) -> str:
 
 
 def say_traincheck(learnt: Results) -> str:
-    """How TrainCheck's row is to be read."""
-    told = learnt["summary"]
+    """Return a note on how to read TrainCheck's row."""
+    summary = learnt["summary"]
     return (
-        f"TrainCheck learns from a good run of the same program, which no other row has; it was tried on "
-        f"{told['num_cases']} of the errors ({told['num_done']} went through, {told['mean_seconds']:.0f} s a case"
-        f"{say_load(learnt)}) and "
-        f"not on the healthy trainings. Some invariant is violated in nearly every run of another seed, so `told "
-        f"apart` counts errors that violate one that the healthy twin does not; the twin from a third seed did so in "
-        f"{told['num_twins_apart']} of {told['num_done']} cases."
+        f"TrainCheck learns from a good run of the same program, which no other row needs. It was tried on "
+        f"{summary['num_cases']} of the errors ({summary['num_done']} went through, {summary['mean_seconds']:.0f} s "
+        f"a case{say_load(learnt)}) and not on the healthy trainings. Nearly every run with another seed violates "
+        f"some invariant, so `told apart` counts errors that violate one that the healthy twin does not; the twin "
+        f"with a third seed did so in "
+        f"{summary['num_twins_apart']} of {summary['num_done']} cases."
     )
 
 
 def say_load(learnt: Results) -> str:
-    """What else the machine did, which the seconds depend on."""
+    """Return the load of the machine, on which the seconds depend."""
     return f" at a load average of {learnt['load_average']:.0f}" if "load_average" in learnt else ""
 
 
 def say_commands() -> str:
-    """The command of each results file, with what it is for."""
+    """Return the command of each results file, with what it measures."""
     places = {
         "healthy trainings": ("peers_harm", "harm"),
         "silent errors and cost": ("peers_silent", "silent"),
@@ -159,7 +159,7 @@ def say_commands() -> str:
 
 
 def render_traincheck(results: Results) -> str:
-    """Each case: how many invariants were inferred and violated, and how long it took."""
+    """Render each case: how many invariants were inferred and violated, and how long it took."""
     rows = [
         [
             name,
@@ -168,7 +168,7 @@ def render_traincheck(results: Results) -> str:
         ]
         for name, one in results["cases"].items()
     ]
-    header = ["case", "invariants", "violated by the error", "... and not by the twin", "by the twin", "seconds"]
+    header = ["case", "invariants", "violated by the error", "... but not by the twin", "by the twin", "seconds"]
     return "\n\n".join([render_table(header, rows), *say_failures(results), say_cost(results["cost"])])
 
 
@@ -178,7 +178,7 @@ def show_violations(one: Results) -> list[str]:
 
 
 def say_failures(results: Results) -> list[str]:
-    """What it printed where it failed."""
+    """Return what it printed in each failed case."""
     return [
         f"`{name}` failed: `{' '.join(one['failed'].split())[-200:]}`"
         for name, one in results["cases"].items()
@@ -190,18 +190,18 @@ def say_cost(cost: Results) -> str:
     if "ratio" not in cost:
         return f"The cost of a step could not be measured: `{cost.get('failed', 'not run')}`"
     return (
-        f"A step of the GPT of 10M parameters, traced for {cost['num_invariants']} invariants, mean of "
-        f"{cost['num_steps']} steps: {cost['traced_ms']:.0f} ms for {cost['plain_ms']:.0f} ms, {cost['ratio']:.2f}x."
+        f"Mean step of the 10M-parameter GPT over {cost['num_steps']} steps, traced for {cost['num_invariants']} "
+        f"invariants: {cost['traced_ms']:.0f} ms instead of {cost['plain_ms']:.0f} ms, {cost['ratio']:.2f}x."
     )
 
 
-# --- one table each ---------------------------------------------------------------------------------------------------
+# --- a table for each program -----------------------------------------------------------------------------------------
 
 
 def render_peer_table(results: Results) -> str:
-    """What each peer noticed, kept from the weights, survived and named, and what it costs."""
+    """Render what each peer noticed, kept out of the weights, survived and named, and what it costs."""
     keys = ("noticed", "saved", "goes_on", "op", "line", "module", "sample")
-    header = ["", "from", "noticed", "weights saved", "goes on", "op", "line", "module", "sample", "a healthy step"]
+    header = ["", "from", "noticed", "weights saved", "continues", "op", "line", "module", "sample", "a healthy step"]
     rows = []
     for name, one in results["peers"].items():
         mark = "**" if name.startswith("steadygrad") else ""
@@ -210,16 +210,14 @@ def render_peer_table(results: Results) -> str:
         rows.append([shown[0], one["source"], *shown[1:]])
     num = results["num_faults"]
     least = min(one["cost"] for one in results["peers"].values())
-    note = f"Of {num} faults; line and module of {num - 1}, for one of the faults is in the data."
-    if least < 1.0:  # every way does what the first one does, and more
-        note += (
-            f" How far the costs can be trusted: a way that only adds work to the first row came out at {least:.2f}x."
-        )
+    note = f"Counts of {num} faults; line and module of {num - 1}, since one fault is in the data."
+    if least < 1.0:  # every other way does what the first one does, and more
+        note += f" The error of the costs: a way that only adds work to the first row was measured at {least:.2f}x."
     return f"{render_table(header, rows, left=(0, 1))}\n\n{note}"
 
 
 def render_more_of_peers(results: Results) -> str:
-    """The README's table, and what else was seen."""
+    """Render the table of faults, and what else was measured."""
     notes = []
     if results["missing"]:
         notes.append(f"Not installed when this was measured: {', '.join(results['missing'])}.")
@@ -235,7 +233,7 @@ def render_more_of_peers(results: Results) -> str:
 
 
 def render_peers_harm(results: Results, own: Results | None) -> str:
-    """What each peer did to healthy trainings, and a Guard to the same ones."""
+    """Render what each peer did to healthy trainings, and what a Guard did to the same ones."""
     header = ["", "from", "runs", "stopped", "steps withheld", "weights changed", "missed", "warned"]
     rows = [
         [
@@ -255,6 +253,6 @@ def render_peers_harm(results: Results, own: Results | None) -> str:
 
 
 def render_beside_harm(results: Results) -> str:
-    """The peers on the healthy corpus, with the Guard's row from its own results."""
+    """Render the peers on the healthy corpus, with the Guard's row from its own results."""
     own = read(RESULTS, "harm")
     return render_peers_harm(results, own and own["results"])

@@ -1,9 +1,9 @@
-"""What does the paired test cost, and who pays it? A GPT that learns, left alone, given other data, and harmed.
+"""What does the paired test cost, and which runs pay for it? A GPT that is left alone, given other data, or damaged.
 
 GPT-2 124M, T=1024, bf16 autocast, eager, fused AdamW on CUDA; a small GPT in fp32 on the CPU. Three runs of the same
-training: nothing happens; from one step on the data are others; the rate is 300 times too high for twelve steps. For
-each: how many tests were made, what one took in milliseconds and in steps of this run, the memory peak of a test over
-that of training, and whether the test left every weight as it was.
+training: nothing happens; the data change from one step on; the learning rate is 300 times too high for twelve steps.
+For each: the number of tests, the time of a test in milliseconds and in steps of this run, its peak memory relative to
+training, and whether it left every weight unchanged.
 
     python benchmarks/proof.py [--device cuda|cpu] [--quick]
 """
@@ -31,7 +31,7 @@ STORIES = ("nothing happens", "other data", "rate x 300 for a while")
 
 
 class Stopwatch:
-    """Times every comparison, and looks whether it left the weights alone."""
+    """Times every comparison, and checks that it left the weights alone."""
 
     def __init__(self, model: torch.nn.Module, device: str) -> None:
         self.model, self.device = model, device
@@ -39,7 +39,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self) -> Any:
-        """Inside, comparisons are timed."""
+        """Time comparisons inside this block."""
         plain = {name: getattr(Comparison, name) for name in WHAT}
         for name, method in plain.items():
             setattr(Comparison, name, self._wrap(name, method))
@@ -87,7 +87,7 @@ class Stopwatch:
 
 
 def make_batch(step: int, story: str, at: int, size: tuple[int, int, int], device: str) -> Tensor:
-    """Sequences that count up in steps of 1 to 8, modulo the first part of the vocabulary; other data count down."""
+    """Make sequences that count up in steps of 1 to 8, modulo part of the vocabulary; other data count down."""
     batch, context, vocabulary = size
     generator = torch.Generator().manual_seed(step)
     start, stride = (torch.randint(low, high, (batch, 1), generator=generator) for low, high in ((0, 512), (1, 9)))
@@ -97,7 +97,7 @@ def make_batch(step: int, story: str, at: int, size: tuple[int, int, int], devic
 
 
 def run(story: str, device: str, *, quick: bool) -> dict[str, Any]:
-    """One run of the training."""
+    """Run the training once."""
     name, context, heads, batch = ("GPT-2 124M", 1024, 12, 16) if device == "cuda" else ("tiny", 64, 4, 8)
     num_steps, at = (120, 70) if quick else (500, 360)
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def run(story: str, device: str, *, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the three and print what each paid."""
+    """Run all three and print what each paid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="shorter runs; nothing is written")
@@ -155,18 +155,19 @@ def main() -> None:
     print(describe_machine())
     results = {}
     for story in STORIES:
-        told = results[story] = run(story, args.device, quick=args.quick)
+        report = results[story] = run(story, args.device, quick=args.quick)
         print(
-            f"{story:<18} step {told['step_milliseconds']:.1f} ms (mean {told['mean_step_milliseconds']:.1f}), loss "
-            f"{told['loss_before']:.4g} before, {told['loss_at_end']:.4g} at the end; {len(told['tests'])} tests"
+            f"{story:<18} step {report['step_milliseconds']:.1f} ms (mean {report['mean_step_milliseconds']:.1f}), "
+            f"loss {report['loss_before']:.4g} before, {report['loss_at_end']:.4g} at the end; "
+            f"{len(report['tests'])} tests"
         )
-        for test in told["tests"]:
+        for test in report["tests"]:
             memory = "" if test["memory_ratio"] is None else f", memory {test['memory_ratio']:.2f} of training"
             print(
                 f"    {test['what']:<8} {test['answer']:<9} {test['milliseconds']:7.0f} ms = {test['steps']:.1f} steps"
                 f"{memory}, weights {'untouched' if test['weights_untouched'] else 'CHANGED'}, losses {test['losses']}"
             )
-        for incident in told["incidents"]:
+        for incident in report["incidents"]:
             print(f"    {incident['when']}: {incident['kind']} -> {incident['action']}: {incident['message'][:160]}")
     print("written:", write_results(f"proof_{args.device}", results, quick=args.quick))
 

@@ -1,7 +1,7 @@
-"""The results -> the numbers in README.md and the page docs/benchmarks.md. No number there is written by hand.
+"""Writes the results into README.md and docs/benchmarks.md. No number there is typed by hand.
 
-README.md: the text between `<!-- numbers -->` and `<!-- /numbers -->` (tables.py). docs/benchmarks.md: between the
-same, and between those of `results` (sections.py). A test fails when a page shows anything else.
+README.md: the text between `<!-- numbers -->` and `<!-- /numbers -->` (tables.py). docs/benchmarks.md: the same, and
+the text between the marks of `results` (sections.py). A test fails when a page shows anything else.
 
     python benchmarks/publish.py [--check]
 """
@@ -23,20 +23,20 @@ PLACES: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("docs/benchmarks.md", "numbers", render_numbers),
     ("docs/benchmarks.md", "results", render_sections),
 )
-"""The page, the name of its marks, and what stands between them."""
+"""The page, the name of its marks, and the function that renders the text between them."""
 
 
 def fill(text: str, mark: str, content: str) -> str:
-    """`text` with `content` between its marks."""
+    """Return `text` with `content` between its marks."""
     marked = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
     filled, num_places = marked.subn(lambda match: f"{match[1]}\n{content}\n{match[2]}", text)
     if num_places != 1:
-        raise ValueError(f"{num_places} places are marked with <!-- {mark} -->, there must be one. Add the marks.")
+        raise ValueError(f"{num_places} places are marked with <!-- {mark} -->; there must be one. Add the marks.")
     return filled
 
 
 def main() -> int:
-    """Write the pages; with --check only say whether they are up to date."""
+    """Write the pages; with --check, only report whether they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a file is out of date")
     arguments = parser.parse_args()

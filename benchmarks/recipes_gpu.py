@@ -1,17 +1,17 @@
-"""What each recipe does at a real size on one GPU: guarded and plain steps, compiled or not, memory, a fault survived.
+"""How each recipe runs at a real size on one GPU: guarded and plain steps, compiled or not, memory, surviving a fault.
 
-Every recipe's own model, loss, optimizer and clipping, on batches made here: seo on pages of 4096 words, clip6d with
-six modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 267M parameters, sft
-of a Llama of 1.1B built from a config, with LoRA. A step's time is the mean over four seconds from the fifth step on:
-a guarded one has the scans of a run's beginning and the first snapshot in it, and a plain one is clipped the same way.
-After the timed steps one batch is poisoned: its step must be skipped without touching a weight, its cause named, and
-the next steps must train on.
+Each recipe has its own model, loss, optimizer and clipping, on synthetic batches: seo on pages of 4096 words, clip6d
+with six modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 267M parameters,
+sft of a Llama of 1.1B built from a config, with LoRA. A step's time is the mean over four seconds from the fifth step
+on: guarded steps include the scans at the start of a run and the first snapshot, and plain steps are clipped in the
+same way. After the timed steps one batch is poisoned: its step must be skipped without changing a weight, its cause
+named, and the next steps must train.
 
     python benchmarks/recipes_gpu.py [--only seo,cod] [--device cuda|cpu] [--minutes 7.5] [--quick]
 
-Each recipe runs in a process of its own, first as it is, then compiled while time is left: one that fails, hangs or
-breaks the GPU's context is recorded as such, and the others go on. The results are written after each. Needs torch and
-what steadygrad needs; transformers for the Llama where it is installed, else a GPT of that size.
+Each recipe runs in its own process, first as is, then compiled if time is left: one that fails, hangs or breaks the
+GPU's context is recorded as such, and the others run. The results are written after each. Needs torch and steadygrad's
+dependencies; transformers for the Llama if installed, otherwise a GPT of that size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from steadygrad.trainer.evaluating import make_autocast
 
 WARMUP, SECONDS, FEWEST_STEPS, MOST_STEPS = 3, 4.0, 3, 300
 LEAST_SECONDS = 40.0
-"""Time that must be left for a recipe to be started."""
+"""A recipe starts only if this much time is left."""
 
 
 @dataclass
@@ -55,11 +55,11 @@ class Case:
     """Returns the batch with a NaN in it."""
     config: GuardConfig
     num_samples: int
-    """Samples of a batch."""
+    """Samples in a batch."""
     about: str
     num_tokens: int = 0
     compiled: Sequence[nn.Module] | None = None
-    """What `--compiled` compiles; None: the model."""
+    """What `--compiled` compiles; None means the model."""
 
 
 # --- the recipes ------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def make_mmdit(device: str, *, quick: bool) -> Case:
 
 
 class SixEncoders(nn.Module):
-    """The encoders of clip6d and its loss, without Lightning around them."""
+    """The encoders of clip6d and its loss, without Lightning."""
 
     def __init__(self, sizes: Any, vector_dim: int) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def make_clip6d(device: str, *, quick: bool) -> Case:
     }
     about = f"B={size}, image, 4 languages and vector; {_count(model) / 1e6:.0f}M parameters"
     case = _plain(model, made, lambda b: {**b, "vector": b["vector"] * torch.nan}, size, about, device, lr=1e-4)
-    case.compiled = [model.image, model.text, model.vector]  # the loss has kernels of its own
+    case.compiled = [model.image, model.text, model.vector]  # the loss has its own kernels
     return case
 
 
@@ -178,7 +178,7 @@ def make_sft(device: str, *, quick: bool) -> Case:
     with torch.device(device):
         try:
             model, name = make_llama(width, layers, heads, length, vocab), "Llama"
-        except Exception as error:  # not installed, or not for this torch: whatever its import raises
+        except Exception as error:  # not installed, or incompatible with this torch: its import may raise anything
             print(f"without transformers ({type(error).__name__}: {error})"[:200], file=sys.stderr)
             model, name = GPT(width, layers, vocab, heads=heads, context=length), "GPT"
         model.to(torch.float32 if device == "cpu" else torch.bfloat16)
@@ -258,7 +258,7 @@ def _count(model: nn.Module) -> int:
 
 
 RECIPES = {"seo": make_seo, "cod": make_cod, "mmdit": make_mmdit, "sft": make_sft, "clip6d": make_clip6d}
-"""clip6d last: its exact loss takes seconds a step at B=64."""
+"""clip6d runs last: its exact loss takes seconds per step at B=64."""
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def measure(case: Case, device: str, *, quick: bool) -> dict[str, Any]:
 
 
 def time_steps(step: Callable[[], Any], device: str, *, quick: bool) -> float:
-    """Return the mean seconds of a step after warming up; the host waits for the device at both ends only."""
+    """Return the mean seconds of a step after warming up; the host waits for the device only at both ends."""
     for _ in range(2 if quick else WARMUP):
         step()
     _wait(device)
@@ -303,7 +303,7 @@ def time_steps(step: Callable[[], Any], device: str, *, quick: bool) -> float:
 
 
 def step_plainly(case: Case, device: str) -> None:
-    """Take the step that a loop without a guard takes: forward, backward, clip, step."""
+    """Take an unguarded step: forward, backward, clip, step."""
     with make_autocast(case.config.autocast, torch.device(device)):
         found = case.loss(case.batch)
     loss = found[0] if isinstance(found, tuple) else found
@@ -316,7 +316,7 @@ def step_plainly(case: Case, device: str) -> None:
 
 
 def survive_fault(guard: Guard, case: Case, device: str) -> dict[str, Any]:
-    """Poison one batch, look at every weight before and after, and train on."""
+    """Poison one batch, compare every weight before and after, and continue training."""
     guard.flush()
     assert guard.last is not None
     loss = guard.last.loss
@@ -353,7 +353,7 @@ def _wait(device: str) -> None:
 
 
 def measure_apart(name: str, arguments: argparse.Namespace, *, compiled: bool, seconds: float) -> dict[str, Any]:
-    """Return what a process of its own measures within `seconds`, or why there is nothing."""
+    """Return what a separate process measures within `seconds`, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder, "result.json")
         command = [sys.executable, __file__, "--measure", name, "--into", str(into), "--device", arguments.device]
@@ -370,7 +370,7 @@ def measure_apart(name: str, arguments: argparse.Namespace, *, compiled: bool, s
 
 
 def measure_here(arguments: argparse.Namespace) -> None:
-    """Measure one recipe and write its result to the file that was named."""
+    """Measure one recipe and write its result to the given file."""
     case = RECIPES[arguments.measure](arguments.device, quick=arguments.quick)
     if arguments.compiled:
         for module in case.compiled or [case.model]:
@@ -401,7 +401,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(RECIPES), help="recipes, separated by commas")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=7.5, help="none is started or goes on after this time")
+    parser.add_argument("--minutes", type=float, default=7.5, help="time limit for all recipes")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--measure", choices=list(RECIPES), help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)

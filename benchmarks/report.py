@@ -1,11 +1,11 @@
-"""How long a report of a long run takes, how large it is, and how soon the live page shows something.
+"""How long a report of a long run takes, how large it is, and how soon the live page shows a new step.
 
-The run is made up: a million steps of a falling, noisy loss with a few spikes, NaNs and skips, the norms of 150
-parameters every hundredth step, and incidents. The targets are 5 s on two free cores, 1 MB, 2 s for the page's first
-paint and a frame of 17 ms while zooming, which are taken with Chromium where there is one. Then the live page lists 100
-runs of 100,000 steps, of which ten are being written, for twelve viewers: how long the list takes, how long after a
-step was written its page has it, and what memory the server needs. CPU seconds are those of all processes: on a busy
-machine they say more than the clock.
+The run is synthetic: a million steps of a falling, noisy loss with a few spikes, NaNs and skips, the norms of 150
+parameters every hundredth step, and incidents. The targets are 5 s on two free cores, 1 MB, 2 s to the page's first
+paint and 17 ms per frame while zooming; the last two need Chromium. Then the live page lists 100 runs of 100,000 steps,
+ten of them being written, for twelve viewers: how long the list takes, how long after a step was written the page shows
+it, and how much memory the server needs. CPU seconds are summed over all processes: on a busy machine they say more
+than the clock.
 
     python benchmarks/report.py [--steps 1000000] [--folder DIR] [--quick] [--live]
 """
@@ -39,13 +39,13 @@ SPIKES = 40
 FIRST_BAD, BAD_EVERY = 17, 9973
 """Steps whose loss is NaN."""
 GROWING = 10
-"""Runs that are written to while the live page is looked at."""
+"""Runs that grow while the live page is measured."""
 NUM_ROUNDS = 30
 LAST_STEP = re.compile(rb'"chart:run0:last_step":(\d+)')
 
 
 def write_long_run(path: Path, num_steps: int) -> None:
-    """A run directory as the recorder writes one, only faster."""
+    """Write a run directory in the recorder's format, only faster."""
     path.mkdir(parents=True, exist_ok=True)
     names = [f"blocks.{i // 6}.{('attention', 'mlp')[i % 2]}.{i % 6}.weight" for i in range(NUM_PARAMETERS)]
     about = {"started": "2026-01-31T10:15:00+00:00", "config": {"clip": {"kind": "fixed_norm", "max_norm": 1.0}}}
@@ -65,7 +65,7 @@ def write_long_run(path: Path, num_steps: int) -> None:
 
 
 def make_step(step: int, num_steps: int, noise: random.Random, *, spike: bool) -> str:
-    """One line of steps.jsonl."""
+    """Return one line of steps.jsonl."""
     loss = 2 + 8 * math.exp(-8 * step / num_steps) + noise.gauss(0, 0.1) + 5 * spike
     norm = 10 ** noise.gauss(-0.1, 0.2) * (50 if spike else 1)
     bad = step % BAD_EVERY == FIRST_BAD
@@ -80,7 +80,7 @@ def make_step(step: int, num_steps: int, noise: random.Random, *, spike: bool) -
 
 
 def make_incident(step: int) -> dict[str, Any]:
-    """One line of incidents.jsonl."""
+    """Return one line of incidents.jsonl."""
     finding = {"kind": "nonfinite_loss", "severity": "error", "step": step, "message": "the loss is NaN"}
     return {
         "step": step,
@@ -92,7 +92,7 @@ def make_incident(step: int) -> dict[str, Any]:
 
 
 def time_report(run: Path, target: Path) -> dict[str, float]:
-    """Seconds and megabytes of `steadygrad report`, all of it in this process."""
+    """Return seconds and megabytes of `steadygrad report`, run in this process."""
     from steadygrad.view.render.report import write_report
 
     start, cpu = time.perf_counter(), sum(os.times()[:4])
@@ -105,7 +105,9 @@ def time_report(run: Path, target: Path) -> dict[str, float]:
 
 
 def time_first_paint(runs: Path, name: str) -> dict[str, float]:
-    """Seconds until the live page has painted, and until its loss chart has points; nothing without a browser."""
+    """Return the seconds until the live page has painted and until its loss chart has points; nothing without a
+    browser.
+    """
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     try:
         from playwright.sync_api import sync_playwright
@@ -152,13 +154,13 @@ ZOOM = """(frames) => new Promise((done) => {
     };
     frame(0);
 })"""
-"""Draws a curve of a million points again and again, each time closer; returns the median in milliseconds."""
+"""Draws a curve of a million points repeatedly, each time closer; returns the median in milliseconds."""
 
 
 def time_zoom(report: Path) -> dict[str, float]:
-    """Milliseconds to draw a million points once more while zooming; nothing without a browser.
+    """Return the milliseconds to redraw a million points while zooming; nothing without a browser.
 
-    By the clock, and of CPU on the page's main thread with everything that the browser does there for a frame.
+    By the clock, and in CPU time of the page's main thread, including everything the browser does there for a frame.
     """
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser_path is None:
@@ -181,13 +183,13 @@ def time_zoom(report: Path) -> dict[str, float]:
 
 
 def _read_busy_seconds(watch: Any) -> float:
-    """Seconds of CPU that the page's main thread has used."""
+    """Return the CPU seconds that the page's main thread has used."""
     metrics = {one["name"]: one["value"] for one in watch.send("Performance.getMetrics")["metrics"]}
     return float(metrics["TaskDuration"])
 
 
 def make_many_runs(folder: Path, num_runs: int, num_steps: int) -> Path:
-    """Write the runs: those that grow are files of their own, the others links to the first."""
+    """Write the runs: the growing ones have their own files, the others link to the first."""
     many = folder / f"many-{num_runs}-{num_steps}"
     first = many / "run-000"
     if not first.exists():
@@ -202,7 +204,7 @@ def make_many_runs(folder: Path, num_runs: int, num_steps: int) -> Path:
 
 
 class Viewer(threading.Thread):
-    """Someone who has a page open: reads its stream of events, and notes when each step of a run arrived."""
+    """A viewer with an open page: reads its stream of events, and notes when each step of a run arrived."""
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)
@@ -218,7 +220,7 @@ class Viewer(threading.Thread):
 
 
 def time_many_runs(folder: Path, num_runs: int, num_steps: int) -> dict[str, float]:
-    """Latency and memory of the live page while ten of many runs are written to and twelve viewers look on."""
+    """Measure latency and memory of the live page while ten of many runs grow and twelve viewers watch."""
     many = make_many_runs(folder, num_runs, num_steps)
     command = [sys.executable, "-m", "steadygrad", "view", str(many), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -228,7 +230,7 @@ def time_many_runs(folder: Path, num_runs: int, num_steps: int) -> dict[str, flo
         results = {"list_first_seconds": _time_list(address, num_runs)}
         viewers = [Viewer(f"{address}/events/run-{n:03d}") for n in range(4)]
         viewers += [Viewer(f"{address}/events") for _ in range(8)]
-        next_step = _read_last_step(many / "run-000") + 1  # a folder that is used again has grown
+        next_step = _read_last_step(many / "run-000") + 1  # a reused folder has grown
         _wait_for(lambda: all(next_step - 1 in viewer.arrived for viewer in viewers[:4]), seconds=600)
         lists, updates = [], []
         noise = random.Random(1)
@@ -279,10 +281,10 @@ def _wait_for(holds: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def main() -> None:
-    """Write the runs, measure, print, and keep the numbers."""
+    """Write the runs, measure, print, and save the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="where the made-up runs are kept; made when they are not there")
+    parser.add_argument("--folder", type=Path, help="folder of the synthetic runs; they are created if missing")
     parser.add_argument("--quick", action="store_true", help="20,000 steps and no browser; nothing is written")
     parser.add_argument("--live", action="store_true", help="only zooming and the live page with many runs")
     arguments = parser.parse_args()
@@ -304,7 +306,7 @@ def main() -> None:
 
 
 def keep(name: str, results: dict[str, float], *, quick: bool) -> None:
-    """Print the numbers and write them, with how busy the machine was."""
+    """Print the numbers and write them, with the load of the machine."""
     results |= {"load_average": os.getloadavg()[0]}
     for key, value in results.items():
         print(f"{key:<27} {value:.4g}")

@@ -1,11 +1,12 @@
-"""What saves a training that goes wrong? Each story of the tests, unguarded, clipped, under ZClip's rule, on a Guard.
+"""What saves a training that goes wrong? Each story of the tests, unguarded, clipped, with ZClip's rule, on a Guard.
 
-For each: held-out loss relative to the clean run's of the same seed, steps lost (skipped, gone back over or left out),
-whether it died or was halted, and wall seconds. A cell shows the median over the seeds and the worst; died and halted
-runs are counted. "Guard" has every default, "clip at 1.0" the one change. "own policy" also rolls back on
-`exploding_gradient` in the story marked *, and is the default elsewhere. Small models: read orders of magnitude.
-Run `python benchmarks/rescue.py`, with `--quick` for three stories and one seed; writes results/rescue.json.
-`--only TEXT` tells the stories with that in their names anew, and leaves what is written of the others.
+For each: held-out loss relative to the clean run with the same seed, steps lost (skipped, undone or left out), whether
+it died or was halted, and wall seconds. A cell shows the median over the seeds and the worst; died and halted runs are
+counted. "Guard" has all defaults; "clip at 1.0" changes only that. "own policy" also rolls back on `exploding_gradient`
+in the story marked *, and is the default elsewhere. The models are small: read orders of magnitude.
+
+Run `python benchmarks/rescue.py`, with `--quick` for three stories and one seed; writes results/rescue.json. `--only
+TEXT` runs the stories with that text in their names and keeps the results of the others.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ COLUMNS = ("unguarded", "clip_grad_norm_", "ZClip", "Guard", "own policy", "Guar
 
 
 class ZClipRule:
-    """ZClip as published (arXiv 2504.02507): EMA mean and variance of the norm; above z = 2.5 it is pulled back.
+    """ZClip as published (arXiv 2504.02507): EMA mean and variance of the norm; a norm above z = 2.5 is reduced.
 
     Warm-up of 25 steps, alpha 0.97, reciprocal mode: the norm becomes mean + (2.5^2 / z) std.
     """
@@ -84,20 +85,20 @@ RUNS: dict[str, Callable[[Story], Run]] = {
 
 
 def count_lost(run: Run) -> int:
-    """Batches whose training is not in the final weights."""
+    """Count the batches whose training is not in the final weights."""
     if run.guard is None:
         return 0
     back = [i.outcome for i in run.guard.incidents if i.outcome.action is Action.ROLLBACK]
     undone = sum(int(o.before["step"] - o.after["step"] - o.after.get("num_steps_made_again", 0)) for o in back)
     stats = run.guard.stats()
-    # Steps that were skipped before a rollback are counted by both; told once.
+    # Both counts include steps skipped before a rollback; count them once.
     skipped = {i.step for i in run.guard.incidents if i.outcome.action is Action.SKIP}
     inside = sum(any(o.after["step"] <= step < o.before["step"] for o in back) for step in skipped)
     return undone + len(skipped) - inside + int(stats["num_skipped_batches"] or 0)
 
 
 def measure(name: str, story: Story, clean_loss: float) -> dict[str, Any]:
-    """One run of one story."""
+    """Run one story once."""
     start = time.perf_counter()
     run = RUNS[name](story)
     seconds = time.perf_counter() - start
@@ -113,7 +114,7 @@ def measure(name: str, story: Story, clean_loss: float) -> dict[str, Any]:
 
 
 def show(cells: list[dict[str, Any]]) -> str:
-    """One cell of the table: what became of the story over the seeds."""
+    """Return one cell of the table: the outcome of the story over the seeds."""
     lived = sorted(
         c["relative_loss"] for c in cells if not (c["died"] or c["halted"]) and c["relative_loss"] is not None
     )
@@ -126,8 +127,8 @@ def show(cells: list[dict[str, Any]]) -> str:
     return ", ".join([*parts, *([f"{lost:.0f} lost"] if lost else [])]) or "NaN"
 
 
-def tell(story: Story, seeds: Sequence[int], clean: dict[tuple[int, int], float]) -> dict[str, Any]:
-    """Every column of one story, over the seeds; clean runs are shared between stories."""
+def run_columns(story: Story, seeds: Sequence[int], clean: dict[tuple[int, int], float]) -> dict[str, Any]:
+    """Run every column of one story over the seeds; clean runs are shared between stories."""
     cells: dict[str, list[dict[str, Any]]] = {name: [] for name in COLUMNS}
     for seed in seeds:
         key, seeded = (id(story.clean), seed), story.with_seed(seed)
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only stories with this in their names")
     arguments = parser.parse_args()
     quick, only = arguments.quick, arguments.only
-    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+    torch.set_num_threads(1)  # tensors are tiny: a second thread would only wait
     warnings.filterwarnings("ignore", message=".*runs without fused=True")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
     everything = [*make_stories(), *make_rate_stories(), make_slow_story(), make_far_too_high_story()]
@@ -157,10 +158,11 @@ def main() -> None:
     results = json.loads((RESULTS / "rescue.json").read_text(encoding="utf-8"))["results"] if only else {}
     print(f"{'story':<31}{'clean':>8}" + "".join(f"{name:>34}" for name in COLUMNS))
     for story in stories:
-        told = results[story.name] = tell(story, seeds, clean)
+        columns = results[story.name] = run_columns(story, seeds, clean)
         print(
-            f"{story.name + ('*' if told['own_policy'] else ''):<31}{statistics.median(told['clean_losses']):>8.4f}"
-            + "".join(f"{show(told[name]):>34}" for name in COLUMNS),
+            f"{story.name + ('*' if columns['own_policy'] else ''):<31}"
+            f"{statistics.median(columns['clean_losses']):>8.4f}"
+            + "".join(f"{show(columns[name]):>34}" for name in COLUMNS),
             flush=True,
         )
     print("written:", write_results("rescue", results, quick=quick))

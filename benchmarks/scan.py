@@ -1,8 +1,8 @@
-"""How fast `scan` is beside the way people do it today: load with safetensors, then `torch.isfinite` of each tensor.
+"""How fast `scan` is, compared with loading with safetensors and calling `torch.isfinite` on each tensor.
 
-Both look at every element of the same file; scan also gives range, norm, zeros and tied weights. Times are medians of
+Both check every element of the same file; scan also returns range, norm, zeros and tied weights. Times are medians of
 rounds that take turns, with the file in the page cache ("warm") and after asking the system to drop it ("cold"). Memory
-is the peak of a separate process, above that of one that scans a tiny file.
+is the peak of a separate process, above that of a process that scans a tiny file.
 
     python benchmarks/scan.py [--gib 2] [--rounds 5] [--folder DIR] [--quick]
 """
@@ -30,7 +30,7 @@ LAYERS_PER_GIB = 16
 
 
 def load_and_check(path: Path) -> bool:
-    """The way it is done today."""
+    """The common way: load, then check each tensor."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in load_file(path).values())
 
 
@@ -38,7 +38,7 @@ WAYS: dict[str, Callable[[Path], object]] = {BASE: load_and_check, OURS: scan_ch
 
 
 def write_model(path: Path, gib: float, dtype: torch.dtype) -> None:
-    """Matrices of one size and small vectors between them, as a transformer has."""
+    """Write matrices of one size and small vectors between them, as in a transformer."""
     rows = int(gib * (1 << 30) / LAYERS_PER_GIB / 4096 / dtype.itemsize)
     tensors = {}
     for i in range(LAYERS_PER_GIB):
@@ -50,13 +50,13 @@ def write_model(path: Path, gib: float, dtype: torch.dtype) -> None:
 
 
 def drop_from_cache(path: Path) -> None:
-    """Ask the system to forget the file's pages; only clean ones go, hence the fsync above."""
+    """Ask the system to drop the file's pages; it drops only clean pages, hence the fsync above."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def time_ways(path: Path, rounds: int, *, cold: bool) -> dict[str, float]:
-    """Median seconds of each way."""
+    """Return the median seconds of each way."""
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for round_number in range(rounds + 1):
         for name, way in WAYS.items():
@@ -70,7 +70,7 @@ def time_ways(path: Path, rounds: int, *, cold: bool) -> dict[str, float]:
 
 
 def measure_peak(name: str, path: Path) -> int:
-    """Peak resident bytes of a process that does it once."""
+    """Return the peak resident bytes of a process that does it once."""
     command = [sys.executable, __file__, "--only", name, str(path)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

@@ -1,6 +1,6 @@
-"""The programs of any_script.py: ours on released packages, and scripts of public repositories, unedited.
+"""The programs of any_script.py: ours, using released packages, and scripts of public repositories, unedited.
 
-A program of a repository runs in a copy of one folder of it, with data made by scripts/material.py and settings that
+A program of a repository runs in a copy of one of its folders, with data from scripts/material.py and settings that
 make it small enough for two cores.
 """
 
@@ -17,20 +17,20 @@ TWO_RANKS = ("torchrun", "--nproc-per-node", "2", "--standalone")
 
 @dataclass(frozen=True)
 class Program:
-    """A script with its arguments, what it is about, and what starts it."""
+    """A script with its arguments, the packages it is about, and its launcher."""
 
     command: tuple[str, ...]
     packages: tuple[str, ...] = ("torch",)
     launcher: tuple[str, ...] = ()
     bad_call: int = 12
     repository: str = ""
-    """Where it comes from: owner/name on GitHub."""
+    """Its source: owner/name on GitHub."""
     part: str = "."
-    """The folder of the repository that it runs in."""
+    """The folder of the repository in which it runs."""
     material: tuple[str, ...] = ()
-    """What it trains on, and where that is to be: arguments of scripts/material.py."""
+    """Its training data and where to put them: arguments of scripts/material.py."""
     setup: tuple[str, ...] = ()
-    """A script of its own that prepares the data."""
+    """A separate script that prepares the data."""
 
 
 SMALL_RUN = ("--output_dir", "out", "--save_strategy", "no", "--report_to", "none", "--use_cpu")
@@ -139,7 +139,7 @@ REPOSITORIES = {
     "dqn.py": Program(
         ("-m", "cleanrl.dqn", "--total-timesteps", "700", "--learning-starts", "200", "--no-cuda"),
         ("torch", "gymnasium"),
-        bad_call=82,  # a batch that it learns from; most calls choose an action
+        bad_call=82,  # a batch that is trained on; most calls choose an action
         repository="vwxyzjn/cleanrl",
     ),
     "timm train.py": Program(

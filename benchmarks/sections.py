@@ -1,7 +1,7 @@
-"""Results files -> docs/benchmarks.md: a section for each benchmark, with its table, its machine and its command.
+"""Turns results files into docs/benchmarks.md: each benchmark gets a section with table, machine and command.
 
-The words of a section are its program's own docstring; only tables are made here. Nothing is computed that tables.py
-would not: rounding, counting, ratios.
+The text of a section is the docstring of its program; only the tables are made here. Like tables.py, this module only
+rounds, counts and takes ratios.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HERE = Path(__file__).parent
 
 
 def render_sections(results: Path = RESULTS) -> str:
-    """Every section that has results, in order."""
+    """Return every section that has results, in order."""
     parts = []
     for title, (program, files) in SECTIONS.items():
         found = [(name, read(results, name)) for name in files]
         tables = [
-            f"{render(told['results'])}\n\n{describe(told['machine'], find_command(name, told['results']))}"
-            for (name, told), render in zip(found, files.values())
-            if told is not None
+            f"{render(file['results'])}\n\n{describe(file['machine'], find_command(name, file['results']))}"
+            for (name, file), render in zip(found, files.values())
+            if file is not None
         ]
         if tables:
             parts.append("\n\n".join([f"## {title}", read_words(HERE / program), *tables]))
@@ -47,7 +47,7 @@ def render_sections(results: Path = RESULTS) -> str:
 
 
 def read_words(program: Path) -> str:
-    """What a program says about itself: its docstring up to the lines that say how it is called."""
+    """Return a program's docstring without the lines that show how to call it."""
     words = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
     kept = []
     for line in words.splitlines():
@@ -58,21 +58,21 @@ def read_words(program: Path) -> str:
 
 
 def render_zoo(results: Results) -> str:
-    told = results["summary"]
-    modes = told["anomaly_mode"]
+    summary = results["summary"]
+    modes = summary["anomaly_mode"]
     cases = results["cases"].values()
     rows = [
         [f"`diagnose`: {part}", f"{sum(c['parts'][part] for c in cases)}"]
         for part in ("kind", "phase", "op", "module", "line")
     ]
-    rows += [["`diagnose`: all five", f"{told['diagnose']}"]]
+    rows += [["`diagnose`: all five", f"{summary['diagnose']}"]]
     rows += [[f"`detect_anomaly`: {word}", f"{modes[word]}"] for word in modes]
-    rows += [[f"alarms of `diagnose` on {told['controls']} healthy controls", f"{len(told['alarms'])}"]]
-    return render_table(["", f"of {told['cases']} cases"], rows)
+    rows += [[f"alarms of `diagnose` on {summary['controls']} healthy controls", f"{len(summary['alarms'])}"]]
+    return render_table(["", f"of {summary['cases']} cases"], rows)
 
 
 def render_silent(results: Results) -> str:
-    """TrainCheck's errors one by one, all cases by family, and the cost."""
+    """Render TrainCheck's errors one by one, all cases by family, and the cost."""
     theirs = [
         [
             name,
@@ -95,9 +95,9 @@ def render_silent(results: Results) -> str:
         [
             render_table(["error", "TrainCheck", "named here", "noticed after (steps)"], theirs, left=(0, 1, 2)),
             render_table(["", "named", "noticed after (steps): median, most", "alarms on healthy runs"], families),
-            f"CPU time of a step of a small GPT, mean of {cost['num_steps']} steps: {cost['mean_ms']['on']:.1f} ms, "
-            f"{cost['ratio']:.3f} times that without; the median step {cost['median_ratio']:.3f} times. The first "
-            f"steps, in which graph, labels and calls are looked at, take {cost['first_steps_ms']:.0f} ms more in all.",
+            f"Mean CPU time of a step of a small GPT over {cost['num_steps']} steps: {cost['mean_ms']['on']:.1f} ms, "
+            f"{cost['ratio']:.3f} times that without checks; the median step: {cost['median_ratio']:.3f} times. The "
+            f"first steps, which check graph, labels and calls, take {cost['first_steps_ms']:.0f} ms more in total.",
         ]
     )
 
@@ -112,7 +112,7 @@ def show_family(cases: list[Any]) -> list[str]:
 
 
 def show_steps(steps: list[int | None]) -> str:
-    """'3, 141': median and most; a single one as it is."""
+    """Return '3, 141', the median and the maximum; a single value alone."""
     known = [step for step in steps if step is not None]
     if len(known) < 2:
         return "".join(map(str, known))
@@ -122,27 +122,27 @@ def show_steps(steps: list[int | None]) -> str:
 def render_rescue(results: Results) -> str:
     ways = [*RESCUERS, "own policy", "Guard, clip at 1.0"]
     rows = [
-        [f"{story}{'*' if told['own_policy'] else ''}", *(show_runs(told[way]) for way in ways)]
-        for story, told in results.items()
+        [f"{story}{'*' if cells['own_policy'] else ''}", *(show_runs(cells[way]) for way in ways)]
+        for story, cells in results.items()
     ]
-    num = sum(len(told["Guard"]) for told in results.values())
-    counts = [str(sum(is_saved(run) for told in results.values() for run in told[way])) for way in ways]
+    num = sum(len(cells["Guard"]) for cells in results.values())
+    counts = [str(sum(is_saved(run) for cells in results.values() for run in cells[way])) for way in ways]
     rows.append([f"**within 1.1 of the clean loss, of {num}**", *(f"**{count}**" for count in counts)])
     return render_table(["", *ways], rows)
 
 
 def render_harm(results: Results) -> str:
-    """How many healthy runs were changed, and by which rules."""
+    """Render how many healthy runs were changed, and by which rules."""
     ways = {"at_once": "acting at once (`Policy.eager()`)", "on_proof": "acting on proof (default)"}
-    told = [results[way] for way in ways]
-    rows = [[f"runs {word}", *(str(one["summary"][f"num_{word}"]) for one in told)] for word in HARMS]
-    kinds = sorted({kind for one in told for kind in one["rules"]})
-    rows += [[f"acted on by `{kind}`", *(str(one["rules"].get(kind, 0)) for one in told)] for kind in kinds]
-    return render_table([f"of {told[0]['summary']['num_runs']} healthy runs", *ways.values()], rows)
+    both = [results[way] for way in ways]
+    rows = [[f"runs {word}", *(str(one["summary"][f"num_{word}"]) for one in both)] for word in HARMS]
+    kinds = sorted({kind for one in both for kind in one["rules"]})
+    rows += [[f"acted on by `{kind}`", *(str(one["rules"].get(kind, 0)) for one in both)] for kind in kinds]
+    return render_table([f"of {both[0]['summary']['num_runs']} healthy runs", *ways.values()], rows)
 
 
 def render_any_script(results: Results) -> str:
-    """A row for each program."""
+    """Render one row for each program."""
     header = [
         "program",
         "version",
@@ -156,20 +156,20 @@ def render_any_script(results: Results) -> str:
     rows = [
         [
             name,
-            ", ".join(f"{package} {version}" for package, version in told["versions"].items()),
-            told["started"] or "python",
-            *(show_answer(told[key]) for key in ("guarded", "equal_bits")),
-            f"{told['plain_ms']:.2f} → {told['guarded_ms']:.2f} ms" if "cost" in told else "",
-            show_answer(told["survived"]) if told["plain_dies"] else "plain too",
-            show_answer(told["line_named"]),
+            ", ".join(f"{package} {version}" for package, version in outcome["versions"].items()),
+            outcome["started"] or "python",
+            *(show_answer(outcome[key]) for key in ("guarded", "equal_bits")),
+            f"{outcome['plain_ms']:.2f} → {outcome['guarded_ms']:.2f} ms" if "cost" in outcome else "",
+            show_answer(outcome["survived"]) if outcome["plain_dies"] else "plain too",
+            show_answer(outcome["line_named"]),
         ]
-        for name, told in results.items()
+        for name, outcome in results.items()
     ]
     return render_table(header, rows, left=range(len(header)))
 
 
 def show_answer(answer: bool | None) -> str:
-    """A yes or a no; a dash where it could not be found out."""
+    """Return 'yes' or 'no', or a dash if it could not be determined."""
     return "–" if answer is None else "yes" if answer else "**no**"
 
 
@@ -177,24 +177,24 @@ HARMS = ("harmed", "halted", "warned")
 
 
 def render_damage(results: Results) -> str:
-    """Every story in each way, then how often each rule found the damage."""
+    """Render every story in each way, then how often each rule found the damage."""
     stories, ways = results["stories"], ["unguarded", "acting at once", "Guard"]
-    rows = [[name, *(show_runs(told[way]) for way in ways)] for name, told in stories.items()]
-    num = sum(len(told["Guard"]) for told in stories.values())
-    counts = [str(sum(is_saved(run) for told in stories.values() for run in told[way])) for way in ways]
+    rows = [[name, *(show_runs(cells[way]) for way in ways)] for name, cells in stories.items()]
+    num = sum(len(cells["Guard"]) for cells in stories.values())
+    counts = [str(sum(is_saved(run) for cells in stories.values() for run in cells[way])) for way in ways]
     rows.append([f"**within 1.1 of the clean loss, of {num}**", *(f"**{count}**" for count in counts)])
-    kinds = sorted({kind for told in stories.values() for way in ways for run in told[way] for kind in run["rules"]})
+    kinds = sorted({kind for cells in stories.values() for way in ways for run in cells[way] for kind in run["rules"]})
     rows += [[f"acted on by `{kind}`", *(str(count_runs(stories, way, kind)) for way in ways)] for kind in kinds]
     return render_table(["", *ways], rows)
 
 
 def count_runs(stories: Results, way: str, kind: str) -> int:
-    """Runs in which a rule acted."""
-    return sum(kind in run["rules"] for told in stories.values() for run in told[way])
+    """Count the runs in which a rule acted."""
+    return sum(kind in run["rules"] for cells in stories.values() for run in cells[way])
 
 
 def show_runs(runs: list[dict[str, Any]]) -> str:
-    """What died, what was halted, the middle loss of the others against the clean run's and the worst, steps lost."""
+    """Return how many runs died or were halted, median and worst relative loss of the others, and the steps lost."""
     lived = [run["relative_loss"] for run in runs if not (run["died"] or run["halted"]) and run["relative_loss"]]
     parts = [f"{sum(run[key] for run in runs)} {key}" for key in ("died", "halted") if any(run[key] for run in runs)]
     if lived:
@@ -215,14 +215,14 @@ def render_lr_sensitivity(results: Results) -> str:
     seeds = f"{results['num_seeds']} seed{'' if results['num_seeds'] == 1 else 's'}"
     facts = (
         f"{size['layers']} blocks of width {size['width']}, {size['steps']} steps of {size['batch']} x "
-        f"{size['context']} symbols, {seeds}; first loss {results['first_loss']:.3f}, no model can go below "
-        f"{results['entropy']:.3f}. Bold: trains, {results['trains_below']:.3f} or less; -: not run."
+        f"{size['context']} symbols, {seeds}; the first loss is {results['first_loss']:.3f}, and no model can go below "
+        f"{results['entropy']:.3f}. Bold: trains ({results['trains_below']:.3f} or less); -: not run."
     )
     return f"{facts}\n\n{render_table(['learning rate', *columns], rows)}"
 
 
 def show_loss(cells: Results, rate: str, bound: float) -> str:
-    """'1.243', in bold where it trained."""
+    """Return '1.243', in bold if it trained."""
     loss = cells.get(rate)
     if loss is None:
         return "NaN" if rate in cells else "-"
@@ -242,7 +242,7 @@ def render_detectors(results: Results) -> str:
             ]
             for name, one in rules.items()
         ]
-        tables.append(render_table([f"noise: {noise}", *events, "delay", "false / 1000"], rows))
+        tables.append(render_table([f"noise: {noise}", *events, "delay, steps", "false alarms / 1000"], rows))
     return "\n\n".join(tables)
 
 
@@ -260,34 +260,34 @@ def render_diagnosis(results: Results) -> str:
 
 
 def render_proof(results: Results) -> str:
-    """Each test that a run paid for; a run without any has one line."""
+    """Render each test that a run paid for; a run without tests has one line."""
     rows = []
-    for story, told in results.items():
-        step = f"{told['step_milliseconds']:.1f} (mean {told['mean_step_milliseconds']:.1f})"
-        tests = told["tests"] or [None]
+    for story, outcome in results.items():
+        step = f"{outcome['step_milliseconds']:.1f} (mean {outcome['mean_step_milliseconds']:.1f})"
+        tests = outcome["tests"] or [None]
         rows += [[story, step, *(["no test", "", "", ""] if test is None else show_test(test))] for test in tests]
     return render_table(["run", "step, ms", "test", "milliseconds", "steps", "memory"], rows)
 
 
 def show_test(test: Results) -> list[str]:
-    """'weights: damaged', its milliseconds, how many steps that is, its memory peak over training's."""
+    """Return 'weights: damaged', its milliseconds, the same in steps, and its memory peak over that of training."""
     memory = "" if test["memory_ratio"] is None else f"{test['memory_ratio']:.2f}"
     return [f"{test['what']}: {test['answer']}", f"{test['milliseconds']:.0f}", f"{test['steps']:.1f}", memory]
 
 
 def render_checkpoint(results: Results) -> str:
     plain = results["torch_save_median_seconds"]
-    rows = [["torch.save, fsynced: all of it stall", f"{plain:.3f}", "1.00"]]
+    rows = [["torch.save, fsynced: training waits for all of it", f"{plain:.3f}", "1.00"]]
     for key, words in (("stall", "training waits"), ("durable", "durable"), ("verified", "read back and verified")):
         taken = results[f"{key}_median_seconds"]
         rows.append([f"steadygrad: {words}", f"{taken:.3f}", f"{taken / plain:.2f}"])
     rows.append(["steadygrad: training waits, first save", f"{results['first_save_seconds']['stall']:.3f}", ""])
     size = f"{results['num_parameters'] / 1e6:.0f}M parameters, {results['state_bytes'] / 1e9:.1f} GB"
-    return render_table([size, "seconds", "of torch.save"], rows)
+    return render_table([size, "seconds", "relative to torch.save"], rows)
 
 
 def render_facts(results: Results) -> str:
-    """Names and numbers, as they are."""
+    """Render names and numbers as they are."""
     return render_table(["", ""], [[name.replace("_", " "), show_plain(value)] for name, value in results.items()])
 
 
@@ -330,7 +330,7 @@ def render_distributed(results: Results) -> str:
 
 
 def render_forecast(results: Results) -> str:
-    told = results["foreseeing"]
+    foreseeing = results["foreseeing"]
     rows = [
         [
             name,
@@ -339,9 +339,9 @@ def render_forecast(results: Results) -> str:
             f"{one['median_lead_steps']:.0f}",
             f"{one['false_alarms_per_1000']:.2f}",
         ]
-        for name, one in told["rules"].items()
+        for name, one in foreseeing["rules"].items()
     ]
-    header = ["programs never trained on", "AUROC", "onsets forecast", "median lead, steps", "false alarms / 1000"]
+    header = ["on held-out programs", "AUROC", "onsets forecast", "median lead, steps", "false alarms / 1000"]
     return render_table(header, rows)
 
 
@@ -357,12 +357,12 @@ def render_tune(results: Results) -> str:
         ]
         for name, row in results.items()
     ]
-    header = ["recipe", "learning rate", "share of the steps", "loss as given", "loss tuned", "verdict"]
+    header = ["recipe", "learning rate", "share of the steps", "loss with given settings", "loss when tuned", "verdict"]
     return render_table(header, rows)
 
 
 def show_verdict(row: dict[str, Any]) -> str:
-    """'within noise; better in 2 of 3 seeds'; for a repair, what the recipe's own settings reach."""
+    """Return 'within noise; better in 2 of 3 seeds'; for a repair, the loss that the recipe's own settings reach."""
     if "own" in row:
         return f"{row['verdict']}: its own rate ends at {row['own']:.4f}"
     if "num_better" not in row or row["verdict"] == "better":
@@ -371,7 +371,7 @@ def show_verdict(row: dict[str, Any]) -> str:
 
 
 def show_losses(losses: list[float | None]) -> str:
-    """'0.0255 (0.0251 to 0.0262)'; runs that were halted before they had one are counted."""
+    """Return '0.0255 (0.0251 to 0.0262)'; runs halted before their first validation are counted."""
     known = [loss for loss in losses if loss is not None]
     if not known:
         return "halted"
@@ -381,19 +381,19 @@ def show_losses(losses: list[float | None]) -> str:
 
 
 def render_looks(results: Results) -> str:
-    """What the two steps of a look take more than two others."""
+    """Render how much longer the two steps of a look take than two other steps."""
     rows = [
         [
             f"{name}, {found['num_tensors']} tensors",
             *(
-                f"{one['median_ms']:+.2f} (mean {one['mean_ms']:+.2f}) beside {one['usual_ms']:.1f}"
+                f"{one['median_ms']:+.2f} (mean {one['mean_ms']:+.2f}), usually {one['usual_ms']:.1f}"
                 for one in (found["host"], found["step"])
             ),
             str(found["launches"]["with"] - found["launches"]["without"]) if found["launches"] else "-",
         ]
         for name, found in results.items()
     ]
-    return render_table(["", "host, ms", "step, ms", "kernels and copies of a look"], rows)
+    return render_table(["", "host, ms", "step, ms", "kernels and copies per look"], rows)
 
 
 def render_recipes(results: Results) -> str:
@@ -407,7 +407,7 @@ def render_recipes(results: Results) -> str:
 
 
 def show_recipe(found: Results) -> list[str]:
-    """Return the cells of one recipe, or why it has none."""
+    """Return the cells of one recipe, or why it failed."""
     if "failed" in found:
         return [f"failed: {found['failed']}", *["-"] * 5]
     fault = "skipped, no weight touched" if found["survived"] else "not survived"
@@ -428,11 +428,11 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
         "guarded_step.py",
         {f"guarded_step_{device}": lambda r, d=device: render_guarded_step(r, d) for device in ("cuda", "cpu")},
     ),
-    "Beside the peers, in one table": ("peers/silent.py", {"peers_silent": render_all_peers}),
-    "Beside the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
+    "Compared with the peers, in one table": ("peers/silent.py", {"peers_silent": render_all_peers}),
+    "Compared with the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
     "Healthy trainings, with the peers": ("peers/harm.py", {"peers_harm": render_beside_harm}),
     "TrainCheck": ("peers/traincheck_runs.py", {"peers_traincheck": render_traincheck}),
-    "Naming the culprit": ("zoo.py", {"zoo": render_zoo}),
+    "Finding the cause": ("zoo.py", {"zoo": render_zoo}),
     "Errors that never crash": ("silent.py", {"silent": render_silent}),
     "Any script": ("any_script.py", {"any_script": render_any_script}),
     "Rescue": ("rescue.py", {"rescue": render_rescue}),
@@ -455,9 +455,9 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "Two ranks": ("distributed.py", {"distributed_cpu": render_distributed}),
     "Reports": ("report.py", {"report": render_facts, "report_live": render_facts}),
 }
-"""Title: the program, and its results files with what renders each."""
+"""Title -> the program, and its results files with the function that renders each."""
 UNPUBLISHED = {
     "story": "the README's picture",
     "multiway_tiles": "how the kernels' tile sizes were chosen",
 }
-"""Results files that have no section, and what they are for."""
+"""Results files without a section, and what they are for."""

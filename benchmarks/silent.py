@@ -1,15 +1,15 @@
 """Errors that never crash: how many a Guard names, after how many steps, and what looking for them costs.
 
-Every case of tests/silent is a small training with an error of the program, and the same training without it. It is
-named when the finding has the kind that the case says; a finding on a healthy twin, or on a program that only looks
-like an error, is a false alarm. The first table sets the 20 errors that TrainCheck reproduced (Jiang et al., OSDI '25)
-beside what its authors report: 18 of 20, each within one iteration, with invariants learnt from good runs. Theirs are
-the original programs, ours are rebuilt small, and there is no reference run. `noticed after` counts the steps from the
-one in which the error shows. The cost is the CPU time of a step with everything that looks for errors, against
-`MeasureConfig(scan_every=0)`, which switches that off together with all other periodic scans; both take turns.
+Every case of tests/silent is a small training with a program error, and the same training without it. It is named when
+the finding has the kind that the case states; a finding on a healthy twin, or on a program that only looks like an
+error, is a false alarm. The first table lists the 20 errors that TrainCheck reproduced (Jiang et al., OSDI '25) and
+what its authors report: 18 of 20, each within one iteration, with invariants learnt from good runs. Theirs are the
+original programs; ours are rebuilt small and have no reference run. `noticed after` counts the steps from the one in
+which the error shows. The cost is the CPU time of a step with all checks for errors, compared with
+`MeasureConfig(scan_every=0)`, which switches them off together with all other periodic scans; both take turns.
 
-The cases are those that the rules are tested with, and some rules were written for some of them: this is not a score on
-unseen errors. The steps of `deepspeed-5794` are set by its program, and `wait_alone` has no healthy twin.
+The rules are tested with these same cases, and some rules were written for some of them: this is not a score on unseen
+errors. The steps of `deepspeed-5794` are set by its program, and `wait_alone` has no healthy twin.
 
     python benchmarks/silent.py [--quick]
 """
@@ -67,11 +67,12 @@ TRAINCHECK = {
     "transformers-34204": "one_row_of_tokens",
     "x-jxmnop-ddp-out-of-sync": "module_called",
 }
-"""TrainCheck's name for an error -> our case; empty where nothing in one run shows it: weights that are drawn several
-times before the training, more tokens generated than asked for, fewer epochs than asked for."""
+"""TrainCheck's name for an error -> our case; empty if nothing in a single run shows it: weights drawn several times
+before the training, more tokens generated than requested, fewer epochs than requested.
+"""
 MISSED_BY_TRAINCHECK = ("transformers-29903", "transformers-33455")
 ONSETS = {"steps_no_more": 49, "unfrozen_later": 60, "reduction_lost": 3, "eval_left_on": 20, "dropout_always_on": 7}
-"""Step at which an error begins that is not there from the first step on."""
+"""Case -> step at which its error begins, if not at the first step."""
 WITHOUT_TWIN = ("wait_alone",)
 RANK_KINDS = {
     **dict.fromkeys(("clipped_on_one_rank", "never_broadcast", "module_called", "hooks_lost"), "ranks_differ"),
@@ -90,7 +91,7 @@ FAMILIES = {
 }
 STEPS, QUICK_STEPS, WARM_UP = 320, 24, 4
 FromRanks = tuple[str, int]
-"""Kind of a finding above info, and the step that noticed it."""
+"""Kind of a finding above info, and the step at which it was noticed."""
 
 
 def main() -> None:
@@ -115,10 +116,12 @@ def main() -> None:
 
 
 def list_cases() -> Iterable[tuple[str, str | None, str, Callable[[bool], list[FromRanks]]]]:
-    """Yield each case: its name, the kind that names it (None: nothing to find), its family, and how it is run."""
+    """Yield each case: its name, the kind that names it (None if it has no error), its family, and a function that runs
+    it.
+    """
     for name, one in program_case.CASES.items():
         family = next(title for title, module in FAMILIES.items() if module.__name__ == one.build.__module__)
-        yield name, one.kind, family, lambda bug, one=one: tell(program_case.run(one, bug=bug))
+        yield name, one.kind, family, lambda bug, one=one: list_findings(program_case.run(one, bug=bug))
     for name, silent in program_cases.CASES.items():
         yield name, silent.kind, "calls, model, number formats", lambda bug, train=silent.train: watch(train, bug)
     for name, healthy in program_cases.HEALTHY.items():
@@ -134,13 +137,13 @@ def list_cases() -> Iterable[tuple[str, str | None, str, Callable[[bool], list[F
     )
 
 
-def tell(findings: Iterable[Finding]) -> list[FromRanks]:
-    """Return the findings above info; one from before the first step was noticed in it."""
+def list_findings(findings: Iterable[Finding]) -> list[FromRanks]:
+    """Return the findings above info; one from before the first step counts as noticed in the first."""
     return [(one.kind, one.noticed_at or 0) for one in findings if one.severity.value != "info"]
 
 
 def watch(train: Callable[..., None], *bug: bool) -> list[FromRanks]:
-    """Train a case of program_cases.py on a Guard for each of its trainings."""
+    """Train a case of program_cases.py with a Guard on each of its trainings."""
     guards: list[Guard] = []
 
     def make(model: Any, optimizer: Any, scaler: Any) -> Any:
@@ -151,49 +154,49 @@ def watch(train: Callable[..., None], *bug: bool) -> list[FromRanks]:
     train(make, *bug)
     for guard in guards:
         guard.close()
-    return [one for guard in guards for one in tell(guard.findings)]
+    return [one for guard in guards for one in list_findings(guard.findings)]
 
 
 def train_on_ranks(name: str, bug: bool) -> list[FromRanks]:
-    """Train on two ranks; the ranks' findings together."""
+    """Train on two ranks and return the findings of both."""
     return sorted({one for found in run_ranks(rank_cases.find, 2, name, bug) for one in found}, key=lambda one: one[1])
 
 
 def wait_alone(_bug: bool) -> list[FromRanks]:
-    """Rank 0 waits in a collective that rank 1 does not join until rank 0 has reported that."""
+    """Let rank 0 wait in a collective that rank 1 joins only after rank 0 has reported it."""
     (step, *_), _ = run_ranks(rank_cases.wait_alone, 2)
     return [("rank_waits", step)]
 
 
 def judge(name: str, kind: str | None, run: Callable[[bool], list[FromRanks]]) -> dict[str, Any]:
-    """Run a case with its error and without; say what was found and when."""
+    """Run a case with its error and without; return what was found and when."""
     alarms = sorted({found for found, _ in run(False)}) if name not in WITHOUT_TWIN else None
     forget_loaders()
     if kind is None:
         return {"kind": None, "alarms": alarms}
-    told = run(True)
+    findings = run(True)
     forget_loaders()
-    steps = [step for found, step in told if found == kind]
+    steps = [step for found, step in findings if found == kind]
     onset = step_of(name, steps)
-    others = sorted({found for found, _ in told if found != kind})
+    others = sorted({found for found, _ in findings if found != kind})
     return {"kind": kind, "named": bool(steps), "steps": onset, "others": others, "alarms": alarms}
 
 
 def step_of(name: str, steps: list[int]) -> int | None:
-    """Return after how many steps an error was noticed, the step in which it begins included."""
+    """Return after how many steps an error was noticed, counting the step in which it begins."""
     if not steps:
         return None
     return 1 if name == "wait_alone" else steps[0] - ONSETS.get(name, 0) + 1
 
 
 def forget_loaders() -> None:
-    """Hide the loaders of a training that is over: frozen objects are not found."""
+    """Hide the loaders of a finished training: frozen objects are not found."""
     gc.collect()
     gc.freeze()
 
 
 def compare_with_traincheck(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return, for each of its errors, what both found."""
+    """Return what both found, for each of TrainCheck's errors."""
     return {
         name: {
             "case": case,
@@ -209,7 +212,7 @@ def compare_with_traincheck(cases: dict[str, dict[str, Any]]) -> dict[str, dict[
 
 
 def measure_cost(num_steps: int) -> dict[str, Any]:
-    """Train a small GPT twice, step by step in turns: with all that looks for errors, and without."""
+    """Train a small GPT twice, taking turns step by step: with all checks for errors, and without."""
     ways = {"on": GuardConfig(), "off": GuardConfig(measure=MeasureConfig(scan_every=0))}
     torch.manual_seed(0)
     batches = [torch.randint(512, (4, 129)) for _ in range(16)]
@@ -230,7 +233,7 @@ def measure_cost(num_steps: int) -> dict[str, Any]:
 
 
 def make_step(config: GuardConfig) -> Callable[[torch.Tensor], Any]:
-    """Return a step of a GPT of its own."""
+    """Return a function that takes one step of a new GPT."""
     torch.manual_seed(0)
     model = GPT(256, 4, 512, heads=4, context=128)
     guard = Guard(model, torch.optim.AdamW(model.parameters(), 3e-4), config=config)

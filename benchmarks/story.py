@@ -1,9 +1,9 @@
-"""The README's picture: the demo's two trainings, unguarded and guarded, as they went.
+"""Draws the README's picture: the two trainings of the demo, unguarded and guarded.
 
-Runs the trainings of `steadygrad demo` (same weights, text and three faults), writes their losses and what the Guard
-did into results/story.json, and draws docs/assets/story.svg from it: every mark there is a number of that run.
+Runs the trainings of `steadygrad demo` (same weights, text and three faults), writes their losses and the Guard's
+actions to results/story.json, and draws docs/assets/story.svg from it: every mark is a number of that run.
 
-    python benchmarks/story.py [--quick] [--draw]        --draw: only draw again, from the results that are there
+    python benchmarks/story.py [--quick] [--draw]        --draw: only redraw, from existing results
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ WIDTH, HEIGHT = 960, 405
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 96, 330
 RED, GREEN, GREY, INK = "#c0392b", "#1e8449", "#7f8c8d", "#1b2631"
 ROWS = (0, 2, 1)
-"""Where the labels of the faults stand, so that no dashed line runs through one."""
+"""Positions of the fault labels, chosen so that no dashed line crosses one."""
 KEEPING = ("skip", "rollback", "scale_lr")
-"""Actions that are told in the picture."""
+"""Actions shown in the picture."""
 
 
 class Silence:
-    """A Listener that says nothing."""
+    """A Listener that prints nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 
 
 def write_story(*, quick: bool) -> dict[str, Any]:
-    """Run the demo; what the picture needs of it."""
+    """Run the demo and return what the picture needs."""
     from steadygrad_recipes.demo import DemoSettings, run_demo
 
     logging.disable(logging.WARNING)
@@ -65,7 +65,7 @@ def write_story(*, quick: bool) -> dict[str, Any]:
 
 
 def draw(story: dict[str, Any]) -> str:
-    """The picture."""
+    """Return the picture as SVG."""
     losses = {name: run["losses"] for name, run in story["runs"].items()}
     finite = [loss for series in losses.values() for loss in series if loss is not None]
     low, high = math.log(min(finite) * 0.85), math.log(max(finite) * 1.1)
@@ -88,7 +88,7 @@ def draw(story: dict[str, Any]) -> str:
         parts += [curve(points, colour) for points in find_stretches(losses[name], x, y)]
     parts += draw_end(story, losses["unguarded"], x, y)
     parts += draw_deeds(story, x)
-    title = "The same training with the same three faults: unguarded, its weights become NaN; guarded, it goes on"
+    title = "The same training with the same three faults: unguarded, its weights become NaN; guarded, it continues"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="13"'
     font = 'font-family="system-ui, sans-serif"'
     box = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>'
@@ -96,7 +96,7 @@ def draw(story: dict[str, Any]) -> str:
 
 
 def draw_axes(num: int, low: float, high: float, x: Any, y: Any) -> Iterator[str]:
-    """Losses to the left, steps below."""
+    """Draw the loss axis on the left and the step axis below."""
     yield line(LEFT, BOTTOM, WIDTH - RIGHT, BOTTOM, INK)
     for exponent in range(-3, 9):
         for digit in (1, 3):
@@ -111,7 +111,7 @@ def draw_axes(num: int, low: float, high: float, x: Any, y: Any) -> Iterator[str
 
 
 def draw_end(story: dict[str, Any], losses: Sequence[float | None], x: Any, y: Any) -> Iterator[str]:
-    """Where the unguarded run died, and where the other one ended."""
+    """Mark where the unguarded run died, and where the guarded one ended."""
     died, guarded = story["runs"]["unguarded"]["first_bad_weight"], story["runs"]["guarded"]["losses"]
     if died is not None:
         last = next(loss for loss in reversed(losses[: died + 1]) if loss is not None)
@@ -126,7 +126,7 @@ def draw_end(story: dict[str, Any], losses: Sequence[float | None], x: Any, y: A
 
 
 def draw_deeds(story: dict[str, Any], x: Any) -> Iterator[str]:
-    """What the Guard did, below the axis."""
+    """Mark the Guard's actions below the axis."""
     words = {"skip": "skipped", "rollback": "rolled back", "scale_lr": "learning rate lowered"}
     for i, deed in enumerate(story["deeds"]):
         at, said = x(deed["step"]), words[deed["action"]]
@@ -139,7 +139,7 @@ def draw_deeds(story: dict[str, Any], x: Any) -> Iterator[str]:
 
 
 def find_stretches(losses: Sequence[float | None], x: Any, y: Any) -> list[list[str]]:
-    """The points of each unbroken stretch of finite losses."""
+    """Return the points of each unbroken stretch of finite losses."""
     stretches: list[list[str]] = [[]]
     for step, loss in enumerate(losses):
         if loss is None:
@@ -160,7 +160,7 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str, *, width: floa
 
 def write(x: float, y: float, text: str, colour: str, *, anchor: str = "start", weight: str = "normal") -> str:
     place = f'x="{round(x, 1)}" y="{round(y, 1)}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}"'
-    halo = 'paint-order="stroke" stroke="#ffffff" stroke-width="4"'  # keeps it legible where a line passes
+    halo = 'paint-order="stroke" stroke="#ffffff" stroke-width="4"'  # keeps it legible where a line crosses
     return f"<text {place} {halo}>{html.escape(text)}</text>"
 
 

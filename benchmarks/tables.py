@@ -1,9 +1,8 @@
-"""Results files -> the table of README.md and the claims of docs/benchmarks.md. Imports nothing but Python's own, so
-that a test can load it alone.
+"""Turns results files into the table of README.md and the claims of docs/benchmarks.md.
 
-Reads benchmarks/results/*.json and rounds; it computes nothing that a benchmark has not written, except counts and
-ratios of what is there. A file that is missing leaves its rows out. `publish.py` puts the text where it belongs;
-sections.py has the long tables of docs/benchmarks.md.
+Reads benchmarks/results/*.json and rounds; beyond that it only counts and takes ratios. If a file is missing, its rows
+are left out. Imports only the standard library, so that a test can load it alone. `publish.py` puts the text where it
+belongs; sections.py makes the long tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ TRAINED = {
 """What whole_step.py trains on each device."""
 Results = Mapping[str, Any]
 Row = tuple[str, str, str]
-"""What was measured, ours, and what it is to be seen beside."""
+"""What was measured, our number, and what to compare it with."""
 
 
 def render_headline(results: Path = RESULTS) -> str:
-    """The README's table: six claims at most, means where a cost is meant."""
+    """Return the README's table: at most six claims, with means for costs."""
     rows = []
     for names in HEADLINE:
-        told = [(name, found) for name in names if (found := read(results, name)) is not None]
-        rows += [list(row) for name, found in told[:1] for row in SUMMARIES[name](found["results"])[:1]]
-    return f"{render_table(['', 'steadygrad', 'beside it'], rows, left=(0, 1, 2))}\n" if rows else ""
+        files = [(name, found) for name in names if (found := read(results, name)) is not None]
+        rows += [list(row) for name, found in files[:1] for row in SUMMARIES[name](found["results"])[:1]]
+    return f"{render_table(['', 'steadygrad', 'for comparison'], rows, left=(0, 1, 2))}\n" if rows else ""
 
 
 def render_numbers(results: Path = RESULTS) -> str:
-    """All claims: one row each, then what a step costs on a GPU."""
+    """Return all claims, one row each, then what a step costs on a GPU."""
     sections = [render_summary(results)]
     for name, render in (("whole_step", render_whole_step), ("guarded_step", render_guarded_step)):
         found = read(results, f"{name}_cuda")
@@ -47,16 +46,16 @@ def render_numbers(results: Path = RESULTS) -> str:
 
 
 def read(results: Path, name: str) -> dict[str, Any] | None:
-    """One results file; None when there is none."""
+    """Return one results file, or None if it is missing."""
     path = results / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-# --- one row a claim -------------------------------------------------------------------------------------------------
+# --- one row for each claim ------------------------------------------------------------------------------------------
 
 
 def render_summary(results: Path) -> str:
-    """What was measured, ours, beside what, on which machine, by which command."""
+    """Return what was measured, our number, what to compare it with, the machine and the command."""
     rows, notes = [], []
     for name, summarise in SUMMARIES.items():
         found = read(results, name)
@@ -69,7 +68,9 @@ def render_summary(results: Path) -> str:
         rows += [[*row, chr(ord("A") + notes.index(place)), f"`{command}`"] for row in summarise(found["results"])]
     if not rows:
         return ""
-    table = render_table(["", "steadygrad", "beside it", "on", "`python benchmarks/...`"], rows, left=(0, 1, 2, 3, 4))
+    table = render_table(
+        ["", "steadygrad", "for comparison", "on", "`python benchmarks/...`"], rows, left=(0, 1, 2, 3, 4)
+    )
     places = "; ".join(f"{chr(ord('A') + i)}: {place}" for i, place in enumerate(notes))
     return f"{table}\n\n{places}.\n"
 
@@ -84,27 +85,31 @@ def summarise_whole_step(results: Results) -> list[Row]:
     model = "GPT-2 124M, GPU" if base == PLAIN else "a GPT of 10M parameters, CPU"
     against = "the plain one" if base == PLAIN else "one with stock clipping"
     return [
-        (f"A whole training step ({model}, {batch}), against {against}", f"{ratios[GUARDED]:.2f}x", ", ".join(others))
+        (
+            f"A whole training step ({model}, {batch}), relative to {against}",
+            f"{ratios[GUARDED]:.2f}x",
+            ", ".join(others),
+        )
     ]
 
 
 def summarise_long_run(results: Results) -> list[Row]:
-    """Means of whole runs, with every look, snapshot and record in them."""
+    """Summarise the means of whole runs, including every look, snapshot and record."""
     on_cpu = any(RUN in one["ways"] for one in results.values())
-    what = "CPU, more than plain" if on_cpu else "GPU, against plain"
+    what = "CPU, added to plain" if on_cpu else "GPU, relative to plain"
     names = ", ".join(name.split(",")[0].split(" B=")[0] for name in results)
     ours, stock = (_show_means(results, way, on_cpu=on_cpu) for way in (EVERYTHING, "clip_grad_norm_"))
     return [(f"Mean step of a whole run ({what}: {names})", ours, f"clip_grad_norm_ {stock}")]
 
 
 def _show_means(results: Results, way: str, *, on_cpu: bool) -> str:
-    means = [one["ways"].get(way) for one in results.values()]  # a way may have been left out
+    means = [one["ways"].get(way) for one in results.values()]  # a way may be left out
     shown = ((f"{one['more_ms']:+.2f} ms" if on_cpu else f"{one['mean_ratio']:.2f}x") if one else "-" for one in means)
     return ", ".join(shown)
 
 
 def render_long_run(results: Results) -> str:
-    """Mean, median and worst stretch of each way in each scenario."""
+    """Render mean, median and worst stretch of each way in each scenario."""
     parts = []
     for name, one in results.items():
         has_memory = all("host_peak_bytes" in found for found in one["ways"].values())
@@ -118,18 +123,20 @@ def render_long_run(results: Results) -> str:
             ]
             for way, found in one["ways"].items()
         ]
-        header = ["", "mean", "median", "worst ten in a row", *(["host memory, peak"] if has_memory else [])]
+        header = ["", "mean", "median", "worst ten steps in a row", *(["peak host memory"] if has_memory else [])]
         steps = f"{one['steps']} steps in turns of {one['turn']}"
-        parts.append(f"**{name}**, {steps}: milliseconds a step\n\n{render_table(header, rows)}")
+        parts.append(f"**{name}**, {steps}: milliseconds per step\n\n{render_table(header, rows)}")
         if "memory" in one:
             host, device = (one["memory"][f"{where}_peak_bytes"] / 2**30 for where in ("host", "device"))
-            parts.append(f"Peak memory of all ways together: {host:.1f} GiB on the host, {device:.1f} on the device.")
+            parts.append(
+                f"Peak memory of all ways together: {host:.1f} GiB on the host, {device:.1f} GiB on the device."
+            )
     return "\n\n".join(parts)
 
 
 EVERYTHING, RUN = "Guard, defaults, with run_dir", "steadygrad run, script unchanged"
 WORTH = ("clip_grad_norm_", "per-parameter checks and norms", "torch.autograd detect_anomaly")
-"""The ways that a guarded step is shown beside."""
+"""The ways that a guarded step is compared with."""
 
 
 def summarise_guarded_step(results: Results) -> list[Row]:
@@ -138,19 +145,19 @@ def summarise_guarded_step(results: Results) -> list[Row]:
         times = model["milliseconds"]
         ours.append(times[QUIET] / times[STOCK])
         each.append(times["isnan, isinf, norm of each parameter"] / times[STOCK])
-    what = "From `backward()` to the end of `optimizer.step()`, against `clip_grad_norm_` + step"
+    what = "From `backward()` to the end of `optimizer.step()`, relative to `clip_grad_norm_` + step"
     return [
-        (f"{what} ({', '.join(results)})", show_range(ours, "x"), f"checks of each parameter {show_range(each, 'x')}")
+        (f"{what} ({', '.join(results)})", show_range(ours, "x"), f"checking each parameter {show_range(each, 'x')}")
     ]
 
 
 def summarise_zoo(results: Results) -> list[Row]:
-    told = results["summary"]
-    what = "Broken trainings whose op, line, module, kind and phase are all named right"
-    exact = told["anomaly_mode"]["exact"]
-    controls = f"{len(told['alarms'])} alarms on {told['controls']} healthy ones"
-    beside = f"detect_anomaly {exact} (op and line only)"
-    return [(what, f"{told['diagnose']} of {told['cases']}; {controls}", beside)]
+    summary = results["summary"]
+    what = "Broken trainings where op, line, module, kind and phase are all named correctly"
+    exact = summary["anomaly_mode"]["exact"]
+    controls = f"{len(summary['alarms'])} alarms on {summary['controls']} healthy ones"
+    others_text = f"detect_anomaly {exact} (op and line only)"
+    return [(what, f"{summary['diagnose']} of {summary['cases']}; {controls}", others_text)]
 
 
 def summarise_peers(results: Results) -> list[Row]:
@@ -160,32 +167,32 @@ def summarise_peers(results: Results) -> list[Row]:
     safe = [name for name, counts in others.items() if counts["goes_on"] == num]
     most = max(others, key=lambda name: others[name]["line"])
     survive = f"{len(safe)} of {len(others)} other ways" + (f" ({', '.join(safe)})" if safe else "")
-    best = f"the best of {len(others)} other ways: {others[most]['line']} ({most})"
+    best = f"best of {len(others)} other ways: {others[most]['line']} ({most})"
     return [
-        (f"{num} faults: none reaches a weight and training goes on", f"{ours['goes_on']} of {num}", survive),
-        ("... and the line that did it is named (the fourth is in the data)", f"{ours['line']} of {num - 1}", best),
+        (f"{num} faults: no weight is damaged and training continues", f"{ours['goes_on']} of {num}", survive),
+        ("... and the faulty line is named (the fourth fault is in the data)", f"{ours['line']} of {num - 1}", best),
     ]
 
 
 def summarise_harm(results: Results) -> list[Row]:
     ours, eager = (results[way]["summary"] for way in ("on_proof", "at_once"))
-    what = "Healthy but unusual trainings (RL, GANs, curricula) that a guard changed, clipping off"
+    what = "Healthy but unusual trainings (RL, GANs, curricula) that a guard without clipping changed"
     return [(what, f"{ours['num_harmed']} of {ours['num_runs']}", f"acting at the first symptom {eager['num_harmed']}")]
 
 
 def summarise_rescue(results: Results) -> list[Row]:
     num = sum(len(story["Guard"]) for story in results.values())
     saved = {way: sum(is_saved(run) for s in results.values() for run in s[way]) for way in RESCUERS}
-    beside = ", ".join(f"{way} {count}" for way, count in saved.items() if way != "Guard")
+    others_text = ", ".join(f"{way} {count}" for way, count in saved.items() if way != "Guard")
     what = f"Trainings with a fault that end within 10 % of the clean run's loss ({len(results)} faults, {num} runs)"
-    return [(what, f"{saved['Guard']}", beside)]
+    return [(what, f"{saved['Guard']}", others_text)]
 
 
 RESCUERS = ("Guard", "unguarded", "clip_grad_norm_", "ZClip")
 
 
 def is_saved(run: Results) -> bool:
-    """Whether a run of the rescue benchmark ended about where the clean one did."""
+    """Whether a run of the rescue benchmark ended near the clean one."""
     return not run["died"] and not run["halted"] and run["relative_loss"] is not None and run["relative_loss"] <= 1.1
 
 
@@ -207,25 +214,29 @@ def summarise_detectors(results: Results) -> list[Row]:
     shown = {
         name: f"{sum(found[name]) / len(found[name]):.0%}, {sum(false[name]) / len(false[name]):.2f}" for name in found
     }
-    beside = "; ".join(f"{name} {shown[name]}" for name in shown if name not in ("steadygrad", "median + 8 MAD"))
-    return [("Loss spikes found, and false alarms in 1000 steps", shown["steadygrad"], beside)]
+    others_text = "; ".join(f"{name} {shown[name]}" for name in shown if name not in ("steadygrad", "median + 8 MAD"))
+    return [("Loss spikes found, and false alarms per 1000 steps", shown["steadygrad"], others_text)]
 
 
 def summarise_diagnosis(results: Results) -> list[Row]:
     cases = [results["one sample overflows"], results["no sample is to blame"]]
     memory = f"{max(case['memory'] for case in cases):.2f} of a step's memory"
-    beside = f"a step of {results['step_ms']:.0f} ms"
+    others_text = f"a step of {results['step_ms']:.0f} ms"
     return [
-        ("One diagnosis, only when a step broke", f"{show_range([c['steps'] for c in cases])} steps, {memory}", beside)
+        (
+            "One diagnosis, made only when a step fails",
+            f"{show_range([c['steps'] for c in cases])} steps, {memory}",
+            others_text,
+        )
     ]
 
 
 def summarise_crash(results: Results) -> list[Row]:
     lost = results["num_restarts_before_a_confirmed_save"]
     equal = "equal to the bit" if results["weights_equal"] else "NOT equal"
-    during = f"{results['num_kills_while_writing']} of them while a save was written"
-    what = f"`kill -9`, {results['num_kills']} times in one training: confirmed checkpoints lost, final weights"
-    return [(what, f"{lost}, {equal}", during)]
+    during = f"{results['num_kills_while_writing']} of the kills during a save"
+    what = f"`kill -9`, {results['num_kills']} times in one training: confirmed checkpoints lost; final weights"
+    return [(what, f"{lost}; {equal}", during)]
 
 
 def summarise_checkpoint(results: Results) -> list[Row]:
@@ -236,7 +247,7 @@ def summarise_checkpoint(results: Results) -> list[Row]:
     )
     return [
         (
-            f"What training waits for a checkpoint ({size})",
+            f"How long training waits for a checkpoint ({size})",
             ours,
             f"torch.save {results['torch_save_median_seconds']:.2f} s",
         )
@@ -250,7 +261,7 @@ def summarise_scan(results: Results) -> list[Row]:
     times = found["warm"]["seconds"]
     return [
         (
-            f"Looking at every number of a checkpoint ({name})",
+            f"Checking every number of a checkpoint ({name})",
             f"{times[ours]:.2f} s, {peaks[ours]:.0f} MiB",
             f"{theirs} {times[theirs]:.2f} s, {peaks[theirs]:.0f} MiB",
         )
@@ -263,11 +274,11 @@ def summarise_multiway(results: Results) -> list[Row]:
     rows = []
     for size, row in [*list(shared.items())[-1:], (last, alone)]:
         shown = {way: show_cost(found) for way, found in row.items()}
-        beside = "; ".join(f"{way} {cost}" for way, cost in shown.items() if "ours" not in way)
+        others_text = "; ".join(f"{way} {cost}" for way, cost in shown.items() if "ours" not in way)
         num_bytes = 4 * int(size.removeprefix("B=")) ** 6
         ours = f"{shown['ours']}; bf16 {shown['ours, bf16']}"
         what = f"The exact contrastive loss over six modalities, {size}, D=512"
-        rows.append((what, ours, beside or f"the logits alone would be {num_bytes >> 30} GiB"))
+        rows.append((what, ours, others_text or f"the logits alone would be {num_bytes >> 30} GiB"))
     return rows
 
 
@@ -277,23 +288,23 @@ def summarise_report(results: Results) -> list[Row]:
 
 
 def summarise_live(results: Results) -> list[Row]:
-    zoom = f"{results['zoom_frame_cpu_milliseconds']:.0f} ms of CPU a frame"
+    zoom = f"{results['zoom_frame_cpu_milliseconds']:.0f} ms of CPU per frame"
     what = f"The live page with {results['num_runs']} runs of {results['num_steps']:,} steps, ten growing, 12 viewers"
-    shown = f"a new step is shown after {results['update_median_seconds']:.1f} s"
+    shown = f"a new step appears after {results['update_median_seconds']:.1f} s"
     memory = f"{results['server_megabytes']:.0f} MB of memory, load average {results['load_average']:.0f}"
     return [
-        ("Zooming in a chart of a million points", zoom, "60 frames a second leave 17 ms"),
+        ("Zooming into a chart of a million points", zoom, "60 frames per second leave 17 ms"),
         (what, f"{shown}; {memory}", ""),
     ]
 
 
 def summarise_distributed(results: Results) -> list[Row]:
     ratios = ", ".join(f"{kind.upper()} {one['ratio']['Guard']:.2f}x" for kind, one in results.items())
-    return [("A guarded step on two ranks (gloo, CPU), against stock clipping", ratios, "")]
+    return [("A guarded step on two ranks (gloo, CPU), relative to stock clipping", ratios, "")]
 
 
 def summarise_silent(results: Results) -> list[Row]:
-    """Errors that were named, and alarms on what is healthy; TrainCheck's own errors beside it."""
+    """Summarise the errors named, the alarms on healthy programs, and TrainCheck's own errors."""
     cases, theirs = results["cases"].values(), results["traincheck"].values()
     faulty = [case for case in cases if case["kind"]]
     num_alarms = sum(bool(case["alarms"]) for case in cases)
@@ -334,25 +345,25 @@ SUMMARIES: dict[str, Callable[[Results], list[Row]]] = {
 
 
 HEADLINE = (("long_run_cuda", "long_run_cpu"), ("harm",), ("zoo",), ("silent",), ("rescue",), ("crash",))
-"""For each claim of the README the files that can show it, the better one first."""
+"""The files that can show each claim of the README, the better one first."""
 
 
 # --- what a step costs -----------------------------------------------------------------------------------------------
 
 
 def render_guarded_step(results: Results, device: str) -> str:
-    """Everything between backward() and the end of optimizer.step()."""
+    """Render everything between backward() and the end of optimizer.step()."""
     ways = list(next(iter(results.values()))["milliseconds"])
     rows = [[way, *(show_time(model["milliseconds"], way, STOCK) for model in results.values())] for way in ways]
     title = f"**From `backward()` to the end of `optimizer.step()`**, fp32 gradients, fused AdamW, {device.upper()}: "
     table = render_table(["", *results], rows)
     held = [model["memory"]["held_bytes"] for model in results.values() if model["memory"]]
-    memory = f"\n\nDevice memory that a Guard holds: at most {max(held) / 2**20:.2f} MiB." if held else ""
+    memory = f"\n\nA Guard holds at most {max(held) / 2**20:.2f} MiB of device memory." if held else ""
     return f"{title}milliseconds (ratio to `{STOCK}`)\n\n{table}{memory}"
 
 
 def render_whole_step(results: Results, device: str) -> str:
-    """Forward, backward and optimizer."""
+    """Render forward, backward and optimizer."""
     first = next(iter(results.values()))
     rows = [
         [way, *(show_time(one["milliseconds"], way, one["base"]) for one in results.values())]
@@ -366,42 +377,42 @@ def render_whole_step(results: Results, device: str) -> str:
 
 
 def show_time(milliseconds: Mapping[str, float], way: str, base: str) -> str:
-    """'8.14 (0.56)'."""
+    """Return '8.14 (0.56)'."""
     return f"{milliseconds[way]:.2f} ({milliseconds[way] / milliseconds[base]:.2f})"
 
 
 def show_range(values: Sequence[float], unit: str = "") -> str:
-    """'0.53x to 0.77x'."""
+    """Return '0.53x to 0.77x'."""
     low, high = (f"{value:.2f}{unit}" if value < 10 else f"{value:.1f}{unit}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 
 def show_cost(found: Results) -> str:
-    """'28.7 ms, 0.31 GiB', or that it did not fit."""
+    """Return '28.7 ms, 0.31 GiB', or 'out of memory'."""
     if found.get("out_of_memory"):
         return "out of memory"
     return f"{found['milliseconds']:.1f} ms, {found['peak_bytes'] / 2**30:.2f} GiB"
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """A Markdown table; numbers to the right, the columns in `left` to the left."""
+    """Return a Markdown table; the columns in `left` are aligned left, all others right."""
     rule = ["---" if i in left else "---:" for i in range(len(header))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *rows])
 
 
 def describe_place(machine: Mapping[str, Any]) -> str:
-    """The machine and its versions."""
+    """Return the machine and its versions."""
     place = machine.get("gpu") or f"{machine['cpu']}, {machine['num_cpus']} cores"
     return f"{place}, torch {machine['torch']}, Python {machine['python']}"
 
 
 def describe(machine: Mapping[str, Any], command: str) -> str:
-    """Where the numbers come from, and how to get them."""
+    """Return where the numbers come from and how to reproduce them."""
     return f"{describe_place(machine)}: `{command}`"
 
 
 def find_command(name: str, results: Results) -> str:
-    """What writes the results of that name."""
+    """Return the command that writes the results of that name."""
     program, _, device = name.rpartition("_")
     if device in ("cuda", "cpu") and program != "distributed":
         return f"python benchmarks/{program}.py --device {device}"

@@ -1,18 +1,18 @@
-"""Are settings that `steadygrad tune` chooses better than those it was given, and what do they cost?
+"""Are the settings that `steadygrad tune` chooses better than the given ones, and what does tuning cost?
 
-Each recipe, small and on made data, is tuned from seed 0 in two ways: by the range test alone, and with a search over
-learning rate, warm-up and clip threshold. Then whole trainings with the given and the chosen settings, over seeds that
-were not used for choosing; the best validation loss of each counts. `noise` is the standard deviation of the given
-settings' losses over those seeds. Chosen settings are `better` when they are in every seed, `within noise` when their
-mean is not above the given ones' by more than the noise, else `worse`. Each recipe is also tuned from a learning rate
-that is a hundred times too high, and trained once: `repaired` when that ends no worse than with the recipe's own rate,
-but for the noise. `share`: the steps that the tuning tried against those of one whole training. Small models: read
-which is better, not digits.
+Each recipe, small and on synthetic data, is tuned from seed 0 in two ways: by the range test alone, and with a search
+over learning rate, warm-up and clip threshold. Then whole trainings run with the given and with the chosen settings,
+over seeds that were not used for tuning; the best validation loss of each counts. The noise is the standard deviation
+of the given settings' losses over those seeds. Chosen settings are `better` when they win with every seed, `within
+noise` when their mean exceeds the given settings' mean by no more than the noise, and otherwise `worse`. Each recipe is
+also tuned from a learning rate that is a hundred times too high, and trained once: `repaired` when the result is no
+worse than with the recipe's own learning rate, apart from noise. "Share of the steps": steps spent on tuning, relative
+to one whole training. The models are small: read which settings are better, not the digits.
 
     python benchmarks/tune.py [--recipes seo,cod,mmdit] [--ways range,search,x100] [--seeds 3] [--quick]
 
-Writes results/tune.json, and leaves what it holds of other recipes and ways. About 15 minutes of one core; `--quick` is
-one recipe in short, two seeds, a minute.
+Writes results/tune.json, and keeps its rows of other recipes and ways. Takes about 15 minutes on one core; `--quick`
+runs a shortened recipe on two seeds in a minute.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "training.epochs": 25,
     },
 }
-"""On top of `--quick`: long enough that a tenth of it is a range test, a search of a few trials, and the comparison."""
+"""Settings on top of `--quick`: long enough that a tenth of the run fits a range test, a short search and the
+comparison.
+"""
 EPOCHS = {"seo": "epochs", "cod": "epochs", "mmdit": "training.epochs"}
 RATES = {"seo": "learning_rate", "cod": "lr", "mmdit": "optimizer.lr"}
 SEEDS = {"seo": "seed", "cod": "seed", "mmdit": "training.seed"}
@@ -69,14 +71,14 @@ QUICK_RECIPES, QUICK_EPOCHS = ("seo",), 6
 
 
 class Silence:
-    """A console that nobody reads."""
+    """A console that discards its output."""
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def make_values(recipe: str, **more: Any) -> dict[str, Any]:
-    """Path of a field -> value."""
+    """Return field path -> value."""
     package = find_recipe(recipe).load()
     return {**package.QUICK, **SIZES[recipe], **more}
 
@@ -86,7 +88,7 @@ def make_config(recipe: str, values: Mapping[str, Any]) -> Any:
 
 
 def tune(recipe: str, values: Mapping[str, Any], names: tuple[str, ...], folder: Path) -> tuple[Tuned, dict[str, Any]]:
-    """What `steadygrad tune RECIPE [--search NAMES]` does, and the values of the config that it wrote."""
+    """Run `steadygrad tune RECIPE [--search NAMES]`; return its result and the values of the config that it wrote."""
     target = open_recipe(recipe, make_config(recipe, {**values, SEEDS[recipe]: CHOOSING_SEED}))
     plan = make_plan(target.tunable.num_steps, trials=None if names else 0, steps=None)
     folder.mkdir(parents=True)
@@ -98,7 +100,7 @@ def tune(recipe: str, values: Mapping[str, Any], names: tuple[str, ...], folder:
 
 
 def train(recipe: str, values: Mapping[str, Any], seed: int) -> float | None:
-    """The best validation loss of a whole training; None when it was halted before its first."""
+    """Return the best validation loss of a whole training, or None if it was halted before the first one."""
     trainer, loaders = open_training(recipe, {**values, SEEDS[recipe]: seed})
     with contextlib.suppress(TrainingHalted):
         trainer.train(*loaders)
@@ -106,7 +108,7 @@ def train(recipe: str, values: Mapping[str, Any], seed: int) -> float | None:
 
 
 def open_training(recipe: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Trainer and loaders, as the recipe's own program makes them; nothing is written."""
+    """Make trainer and loaders as the recipe's own program does; nothing is written."""
     config = make_config(recipe, values)
     if recipe == "seo":
         from steadygrad_recipes.seo.data import load_data
@@ -134,7 +136,7 @@ def measure(
     seeds: Sequence[int],
     given: list[float | None],
 ) -> dict[str, Any]:
-    """One row: tuned from these values, and trained with what came out; `given`: the losses without."""
+    """Return one row: tuned from these values, then trained with the result; `given`: the losses without tuning."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         tuned, chosen = tune(recipe, values, names, Path(folder) / "tune")
@@ -160,7 +162,7 @@ def measure(
 
 
 def judge(given: Sequence[float | None], tuned: Sequence[float | None], *, changed: bool) -> dict[str, Any]:
-    """Better, within the noise of the seeds, or worse."""
+    """Return better, within noise, or worse."""
     if not changed:
         return {"verdict": "kept"}
     pairs = [(math.inf if a is None else a, math.inf if b is None else b) for a, b in zip(given, tuned)]
@@ -194,7 +196,7 @@ def spell(row: Mapping[str, Any]) -> str:
 
 
 def measure_recipe(recipe: str, ways: Sequence[str], num_seeds: int, **more: Any) -> Iterator[tuple[str, Any]]:
-    """The rows of one recipe, with their names."""
+    """Return the named rows of one recipe."""
     seeds = range(CHOOSING_SEED + 1, CHOOSING_SEED + 1 + num_seeds)
     values = make_values(recipe, **more)
     own = [train(recipe, values, seed) for seed in seeds]
@@ -209,7 +211,7 @@ def measure_recipe(recipe: str, ways: Sequence[str], num_seeds: int, **more: Any
 
 
 def judge_repair(own: Sequence[float | None], tuned: float | None) -> dict[str, Any]:
-    """Whether a training that was repaired ends no worse than with the recipe's own settings; the first seed is its."""
+    """Judge whether the repaired training ends no worse than the recipe's own settings; it uses the first seed."""
     known = [loss for loss in own if loss is not None]
     noise = statistics.stdev(known) if len(known) > 1 else 0.0
     repaired = tuned is not None and own[0] is not None and tuned <= own[0] + noise
@@ -229,7 +231,7 @@ def main() -> None:
     parser.add_argument("--recipes", help=f"some of {','.join(SIZES)}")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"some of {','.join(WAYS)}")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one recipe in short, two seeds; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="one shortened recipe, two seeds; nothing is written")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
@@ -246,7 +248,7 @@ def main() -> None:
 
 
 def add_row(name: str, row: Mapping[str, Any], *, quick: bool) -> Path | None:
-    """Put a row beside those that are there, at once: all of them take a while."""
+    """Add a row to the results file at once, because all of them take a while."""
     path = Path(os.environ.get("OUT") or RESULTS) / "tune.json"
     held = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
     return write_results("tune", {**held, name: row}, quick=quick)

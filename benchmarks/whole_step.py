@@ -1,8 +1,8 @@
 """What watching a whole training step costs: forward, backward, optimizer.
 
 GPT-2 124M, T=1024, bf16 autocast, eager, fused AdamW on CUDA; a 10M-parameter GPT in fp32 on the CPU. All ways take
-turns in one process on one model; the claim is the ratio of medians to the plain step (CUDA) or to the step with
-stock clipping (CPU).
+turns in one process on one model; the claim is the ratio of medians to the plain step (CUDA) or to the step with stock
+clipping (CPU).
 
     python benchmarks/whole_step.py [--device cuda|cpu] [--quick]
 """
@@ -93,7 +93,7 @@ class Loop:
 
 
 def time_ways(ways: dict[str, Callable[[], None]], device: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Milliseconds a step of each way in each round; the ways take turns, each round in another order."""
+    """Return milliseconds per step of each way in each round; the ways take turns, in a new order each round."""
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
@@ -135,7 +135,7 @@ def main() -> None:
             "Guard, guard.step(fn, batch)": loop.guarded,
             "Guard, guard.step(loss)": loop.guarded_loss,
         }
-        if args.device == "cpu":  # the slow ways say nothing new there, and take minutes
+        if args.device == "cpu":  # the slow ways show nothing new there, and take minutes
             ways = {name: way for name, way in ways.items() if "hooks" not in name and "anomaly" not in name}
         rounds, steps = (3, 4) if args.quick else (9, 10) if args.device == "cuda" else (6, 2)
         times = time_ways(ways, args.device, rounds, steps)

@@ -1,7 +1,7 @@
-"""Who names the culprit: `diagnose` beside torch's `detect_anomaly`, on every case of the zoo that breaks a number.
+"""Who names the cause: `diagnose` and torch's `detect_anomaly`, on every case of the zoo with a non-finite value.
 
-Each case is trained plainly up to the step that breaks, then both are asked about that step. Right means kind, phase,
-op, module and line for `diagnose`; for `detect_anomaly` only what it can say: the op, by its autograd node, and the
+Each case is trained without a guard up to the failing step, then both diagnose that step. For `diagnose`, correct means
+kind, phase, op, module and line; for `detect_anomaly`, only what it can report: the op, by its autograd node, and the
 line, by the traceback it prints. Controls must raise no alarm.
 
     python benchmarks/zoo.py [--quick]
@@ -36,7 +36,7 @@ PARTS = ("kind", "phase", "op", "module", "line")
 
 
 def train_up_to(case: Case) -> tuple[Training, Any]:
-    """The training just before the step that breaks, and that step's batch."""
+    """Return the training just before the failing step, and that step's batch."""
     training = case.build()
     for batch in training.batches[: case.step]:
         training.step(batch)
@@ -44,7 +44,7 @@ def train_up_to(case: Case) -> tuple[Training, Any]:
 
 
 def score(case: Case, cause: Cause | None) -> dict[str, bool]:
-    """Which parts of the answer are right."""
+    """Return which parts of the answer are correct."""
     if cause is None:
         return dict.fromkeys(PARTS, False)
     return {
@@ -57,7 +57,7 @@ def score(case: Case, cause: Cause | None) -> dict[str, bool]:
 
 
 def ask_anomaly_mode(case: Case) -> str:
-    """'exact', 'misleading' or 'silent'."""
+    """Return 'exact', 'misleading' or 'silent'."""
     training, batch = train_up_to(case)
     training.optimizer.zero_grad()
     with warnings.catch_warnings(record=True) as caught:
@@ -74,7 +74,7 @@ def ask_anomaly_mode(case: Case) -> str:
             lines = [int(number) for number in re.findall(r'zoo_\w+\.py", line (\d+)', traced)]
             is_op = any(fits_node(op, found[1]) for op in case.ops)
             return "exact" if is_op and (not case.lines or (lines and lines[-1] in case.lines)) else "misleading"
-        except Exception:  # the step raises something of its own
+        except Exception:  # the step itself raises an error
             return "silent"
     return "silent"
 

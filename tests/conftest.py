@@ -1,4 +1,4 @@
-"""Settings that must stand before torch and triton are imported, and fixtures that every test shares."""
+"""Settings needed before torch and triton are imported, and fixtures for every test."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 # Some virtual CPUs advertise AMX and fault on it (SIGILL in half-precision matmuls); see the Makefile.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-# Tiny tensors: a second thread only waits, here and in every process that a test starts, and tests run beside others.
+# Tensors are tiny: a second thread would only wait, here and in every subprocess; tests also run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before whoever imports its library first
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before any library that reads it is imported
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from slow import find_slow, find_unused
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, statement by statement
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU wherever it is imported
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns on every import that it found no GPU
 
 torch.set_num_threads(1)
 
@@ -38,14 +38,14 @@ LONGEST = (
     "distributed/",
     "adapters/",
 )
-"""Files that take longest. They come first: a worker that began one at the end would be waited for."""
+"""The slowest files, which start first: a worker that began one last would keep the others waiting."""
 WHOLE_SUITE = 10_000
-"""More tests than this: all were collected, none chosen."""
+"""With more tests than this, all were collected and none was selected."""
 SHOWN_ABOVE_SECONDS = 60.0
 NUM_SHOWN = 40
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not want
+@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((i for i, one in enumerate(LONGEST) if f"tests/{one}" in item.nodeid), len(LONGEST))
@@ -55,17 +55,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         places[place].add_marker(pytest.mark.slow)
     unused = find_unused(list(places)) if len(items) > WHOLE_SUITE else []
     if unused:
-        raise pytest.UsageError(f"tests/slow.py has patterns that no test fits: {', '.join(unused)}. Correct them.")
+        raise pytest.UsageError(f"tests/slow.py has patterns that match no test: {', '.join(unused)}. Correct them.")
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector need not walk through a million objects of libraries each time."""
+    """Freeze what was imported: the garbage collector need not walk a million library objects each time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the files that took longest, so that a slow one is seen when it comes in."""
+    """Print the slowest files, so that a new slow one is noticed."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -78,19 +78,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # some libraries count at the end what the collector has left
+    gc.unfreeze()  # some libraries count what the collector has left at exit
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_is_there_is_not_looked_through() -> None:
-    """The same for what the files before have imported: a Guard and `diagnose` look for some objects among all."""
+def _imports_are_frozen() -> None:
+    """Freeze imports of earlier files too: a Guard and `diagnose` search all objects."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_start_quickly(request: pytest.FixtureRequest) -> None:
-    """Ranks are forked from a server that has imported torch and what the file names in PRELOADED."""
+    """Fork ranks from a server that has imported torch and the file's PRELOADED modules."""
     if hasattr(request.module, "run_ranks"):
         preload(*RANKS, *getattr(request.module, "PRELOADED", ()))
 
@@ -101,19 +101,19 @@ def _fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled_is_left() -> Iterator[None]:
-    """A process in which something was compiled is looked at less closely; that must not reach the next test."""
+def _compile_caches_are_cleared() -> Iterator[None]:
+    """Clear compiled code: a process that has compiled something gets fewer checks, which would affect later tests."""
     yield
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.eval_frame.cached_backends:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some versions of torch warn of what they import for it
+            warnings.simplefilter("ignore")  # some versions of torch warn about their own imports here
             dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
-def _no_guard_hears_signals_of_the_next_test() -> Iterator[None]:
-    """A guard that a test did not close would save and end the process at the next test's signal."""
+def _guards_release_signals() -> Iterator[None]:
+    """Release signals: a guard that a test did not close would save and exit at the next test's signal."""
     yield
     shutdown = sys.modules.get("steadygrad.guard.shutdown")
     for member in [] if shutdown is None else shutdown._rounds.list_members():
@@ -122,8 +122,8 @@ def _no_guard_hears_signals_of_the_next_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_guard_gives_lines_of_the_next_test_a_name() -> Iterator[None]:
-    """Beside a guard that a test did not close, a guard's lines would say whose they are."""
+def _guards_release_log_names() -> Iterator[None]:
+    """Forget open guards: if a test left one open, the next guard's log lines would name their guard."""
     yield
     speaker = sys.modules.get("steadygrad.judgement.speaker")
     if speaker is not None:

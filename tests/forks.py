@@ -1,9 +1,9 @@
-"""Programs in processes of their own, quickly: torch and Guard are imported once, each program is a fork of that.
+"""Runs programs in separate processes, quickly: torch and Guard are imported once, and each program is a fork.
 
-A program runs at the top level of its interpreter, so exit codes, tracebacks, signals and what happens at the end are
-those of `python -c`. All that it could tell them apart by is what is already imported, and that modules are not taken
-apart after a good end or a `SystemExit`: a test about imports, about how a program starts, or about destructors after
-the last function of `atexit`, needs a real one.
+A program runs at the top level of its interpreter, so exit codes, tracebacks, signals and exit handlers are those of
+`python -c`. Two things differ: some modules are already imported, and modules are not torn down after a normal end or a
+`SystemExit`. A test about imports, about startup, or about destructors that run after `atexit` needs a real
+interpreter.
 """
 
 from __future__ import annotations
@@ -78,33 +78,33 @@ except SystemExit as leaving:
 
 
 class Forked:
-    """A program that may still be under way."""
+    """A program that may still be running."""
 
     def __init__(self, command: list[str], out: IO[str], err: IO[str], answer: int) -> None:
         self._command, self._out, self._err, self._answer = command, out, err, answer
 
     def wait(self) -> subprocess.CompletedProcess[str]:
-        """What it came to."""
+        """Wait for the end and return the result."""
         with os.fdopen(self._answer) as answer:
             ended = answer.read()
-        told = []
+        outputs = []
         for file in (self._out, self._err):
             file.seek(0)
-            told.append(file.read())
+            outputs.append(file.read())
             file.close()
         assert ended, "the server of the programs is gone"
-        return subprocess.CompletedProcess(self._command, int(ended), *told)
+        return subprocess.CompletedProcess(self._command, int(ended), *outputs)
 
 
 def run_forked(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What `python -W ignore -c code arguments` does."""
+    """Run code like `python -W ignore -c code arguments`."""
     return start_forked(code, *arguments).wait()
 
 
 def start_forked(
     code: str, *arguments: str, folder: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> Forked:
-    """The same, in a folder and with variables of its own; does not wait."""
+    """Start code in a folder with extra environment variables, without waiting."""
     out, err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
     request = {
         "code": code,

@@ -1,8 +1,9 @@
-"""Which tests are slow and left out of `make test`: further cases of a claim that a quick test makes too, and a few
-whole files (elastic jobs, searches by several workers, FSDP1, frameworks on several ranks) that nothing quick replaces.
+"""Lists the slow tests that `make test` leaves out.
 
-A pattern is matched against a test's place, `stories/test_rescue.py::test_name[case]`; `*` stands for anything. Beside
-each file stands what of it stays quick. Scenarios of healthy trainings are marked where they are listed.
+Most are further cases of a claim that a quick test makes too; a few whole files have no quick replacement (elastic
+jobs, searches by several workers, FSDP1, frameworks on several ranks). A pattern is matched against a test's id,
+`stories/test_rescue.py::test_name[case]`; `*` matches anything. The comment above each group says what stays quick.
+Healthy trainings are marked in their own list.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ SLOW = (
     "stories/test_rescue.py::test_a_guard_saves_the_run*AdamW, clipped*",
     "stories/test_rescue.py::*30_times_too_high*-clipped*",
     "stories/test_rescue.py::*starts_unstable*",
-    "stories/test_rescue.py::*again_and_again*",
+    "stories/test_rescue.py::*lowered_repeatedly*",
     "stories/test_rescue.py::test_a_guard_saves_the_run*AdamW, unclipped*",
     "stories/test_rescue.py::*30_times_too_high*SGD*",
     "stories/test_rescue.py::test_clipping_alone*NaN*",
-    "stories/test_rescue.py::*left_alone*[[]rnn*",
+    "stories/test_rescue.py::*bit_identical*[[]rnn*",
     # seo with DDP, clip6d with FSDP2; one way of making workers
     "recipes/test_ranks.py::*[[]cod-*",
     "recipes/test_ranks.py::*[[]mmdit-*",
@@ -34,11 +35,11 @@ SLOW = (
     "recipes/test_ranks.py::*[[]new workers-own*",
     # subprocess, torchrun, a spawned process; DDP of the script's own in test_run_scripts
     "stories/test_run_processes.py::*[[]accelerate launch*",
-    "stories/test_run_processes.py::*lightning_starts*",
-    # the commands, README, and that nothing more is installed
-    "stories/test_bare_wheel.py::*an_extra_brings*",
+    "stories/test_run_processes.py::*started_by_lightning*",
+    # the commands, README, and the check that nothing else is installed
+    "stories/test_bare_wheel.py::*an_extra_installs*",
     "stories/test_bare_wheel.py::*the_demo_survives*",
-    # the optimizers with s: SGD and its kin, Shampoo, SOAP, Sophia, schedule-free ones
+    # the optimizers with s: SGD and its relatives, Shampoo, SOAP, Sophia, schedule-free ones
     "tensor/test_any_optimizer.py::*[[][a-rt-z]*",
     # the plain loop, GAN, PPO, Lightning and transformers
     "stories/test_examples.py::*on_deepspeed*",
@@ -47,7 +48,7 @@ SLOW = (
     # learning, a quiet guard
     "recipes/test_sft.py::*fp16_overflows_learns*",
     "recipes/test_sft.py::*prompts_that_fill*",
-    # one recipe, one search that goes on
+    # one recipe, one resumed search
     "recipes/test_tune.py::*study_of_other_settings*",
     "recipes/test_tune.py::*worker_that_was_killed*",
     "recipes/test_tune.py::*[[]mmdit*",
@@ -56,11 +57,11 @@ SLOW = (
     # resumes on another number of ranks: test_sharded_checkpoints.py; searches: recipes/test_tune.py
     "distributed/test_elastic.py::*",
     "distributed/test_tune_workers.py::*",
-    # DDP, and one rank that cannot
+    # DDP, and one rank that cannot replay
     "distributed/test_prove_ranks.py::*[[]fsdp*",
     "distributed/test_prove_ranks.py::*changes_its_weights*",
-    "distributed/test_prove_ranks.py::*no_more_are_used*",
-    "distributed/test_prove_ranks.py::*room_for_fewer*",
+    "distributed/test_prove_ranks.py::*no_longer_has*",
+    "distributed/test_prove_ranks.py::*as_few_batches*",
     # nothing before torch, transformers, an import that fails
     "stories/test_run_arrival.py::*[[]lightning*",
     "stories/test_run_arrival.py::*[[]datasets*",
@@ -72,7 +73,7 @@ SLOW = (
     "recipes/test_clip6d_training.py::*version_of_the_loss_learns[[][12]*",
     "recipes/test_clip6d_training.py::*killed_by_sigkill*",
     "recipes/test_clip6d_training.py::*six_modalities*",
-    # seo is killed and resumed, and learns; the Trainer that all are made of is in tensor/test_trainer.py
+    # seo is killed and resumed, and learns; the Trainer behind all recipes is tested in tensor/test_trainer.py
     "recipes/test_cod_train.py::*kill_9*",
     "recipes/test_cod_train.py::*learns_more_than*",
     "recipes/test_mmdit_training.py::*goes_on_exactly*",
@@ -84,20 +85,20 @@ SLOW = (
     # stages of ZeRO in test_deepspeed.py, FSDP2 in test_fsdp.py
     "distributed/test_deepspeed_frameworks.py::*",
     "distributed/test_fsdp1.py::*",
-    # one of several places at which a training dies, of several losses and workers
-    "tensor/test_trainer.py::*dies_anywhere*[[][12]?]",
-    "tensor/test_trainer.py::*told_to_stop*[[][12]?]",
+    # one of several points at which a training dies; one of several losses and workers
+    "tensor/test_trainer.py::*killed_anywhere*[[][12]?]",
+    "tensor/test_trainer.py::*stopped_by_a_signal*[[][12]?]",
     "tensor/test_losses.py::*compiles_as_one_graph[[][a-e]*",
     "tensor/test_checkpoint_failures.py::*[[]read-only*",
-    "tensor/test_checkpoint_signals.py::*restart_goes_on[[]Ctrl-C*",
+    "tensor/test_checkpoint_signals.py::*restart_continues[[]Ctrl-C*",
     "tensor/test_shutdown.py::*data_workers_saves[[]SIGTERM, own*",
     "tensor/test_checkpoint_resume.py::*worker_processes_are_resumed_too[[]13*",
-    "stories/test_run_scripts.py::*that_the_script_spawns*",
+    "stories/test_run_scripts.py::*spawned_by_the_script*",
     "distributed/test_replay_together.py::*[[]tensor-4*",
     "silent/test_program.py::*judged_alike[[]healthy*",
-    # ranks of frameworks: test_run_scripts.py; what is preloaded; one end of a run, one signal, one search of the site
+    # ranks of frameworks: test_run_scripts.py; preloading; one way to end a run, one signal, one search of the site
     "adapters/test_two_ranks.py::*",
-    "distributed/test_ranks_helper.py::*find_it_frozen*",
+    "distributed/test_ranks_helper.py::*in_these_tests_frozen*",
     "healthy/test_healthy.py::*by_every_default[[][pd]*",
     "tensor/test_run_states.py::*[[]halt*",
     "tensor/test_run_states.py::*[[]signal*",
@@ -113,16 +114,16 @@ SLOW = (
     "distributed/test_fsdp.py::*[[]copies*",
     "distributed/test_deepspeed.py::*none[[]3-bf16*",
     "distributed/test_deepspeed.py::*none[[]2-bf16*",
-    "stories/test_demo.py::*switched_off_is_no_success*",
+    "stories/test_demo.py::*disabled_guard_is_not_a_success*",
 )
 
 
 def find_slow(places: list[str]) -> set[str]:
-    """Return those of the tests, by their places under tests/, that are slow."""
+    """Return the slow ones of these test ids under tests/."""
     whole = re.compile("|".join(map(fnmatch.translate, SLOW)))
     return {place for place in places if whole.match(place)}
 
 
 def find_unused(places: list[str]) -> list[str]:
-    """Return the patterns that no test fits: it was renamed or removed."""
+    """Return the patterns that match no test: it was renamed or removed."""
     return [pattern for pattern in SLOW if not fnmatch.filter(places, pattern)]

@@ -1,7 +1,7 @@
-"""The shape of the package: imports go one way, some modules never see torch, exported names are pinned.
+"""The structure of the package: imports go one way, some modules never import torch, exported names are pinned.
 
-Read from the source with `ast`, so that an import inside a function counts like one at the top; what only running can
-show (torch blocked, nothing heavy loaded) is tried in a process of its own.
+The source is read with `ast`, so that an import inside a function counts like one at the top. What only running can
+show (torch blocked, nothing heavy loaded) runs in a separate process.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("facts", "errors", "extras", "words", "moved", "recipes", "_version"),
 )
-"""Top to bottom: a part imports only from lines below its own."""
+"""Top to bottom: a part may import only from the lines below it."""
 
 NEIGHBOURS_ALLOWED = {("errors", "facts")}
-"""The exceptions carry Incidents."""
+"""Exceptions carry Incidents."""
 
 TORCH_FREE = ("facts", "words", "stats", "errors", "config", "detect", "decide", "view")
 
@@ -114,7 +114,7 @@ def modules() -> dict[str, ast.Module]:
 
 @functools.cache
 def recipe_modules() -> dict[str, ast.Module]:
-    """The same of steadygrad_recipes."""
+    """Dotted name -> parsed source, for every module of steadygrad_recipes."""
     return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.rglob("*.py"))}
 
 
@@ -128,7 +128,7 @@ def is_package(module: str) -> bool:
 
 
 def find_imports(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything that `module` imports, wherever the statement stands."""
+    """Yield (line, absolute dotted name) of everything that `module` imports, anywhere in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -149,7 +149,7 @@ def resolve(module: str, node: ast.ImportFrom) -> str:
 
 
 def own_imports(module: str) -> list[tuple[int, str]]:
-    """The same, of this package only."""
+    """Yield imports of this package only."""
     return [(line, name) for line, name in find_imports(module, modules()[module]) if is_own(name)]
 
 
@@ -158,7 +158,7 @@ def is_own(name: str) -> bool:
 
 
 def part_of(module: str) -> str:
-    """The folder or file directly under the package; empty for the package itself."""
+    """Return the folder or file directly under the package; empty for the package itself."""
     return module.partition(".")[2].partition(".")[0]
 
 
@@ -173,7 +173,7 @@ def may_import(importer: str, imported: str) -> bool:
 
 
 def run_python(code: str) -> str:
-    """Standard output of `code` in a fresh interpreter that finds this very package."""
+    """Return the standard output of `code` in a new interpreter that imports this package."""
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
@@ -183,7 +183,7 @@ def run_python(code: str) -> str:
 # --- the rules ----------------------------------------------------------------------------------------------------
 
 
-def test_every_part_of_the_package_has_its_place_in_the_picture() -> None:
+def test_every_part_of_the_package_has_a_layer() -> None:
     known = {part for line in LAYERS for part in line}
     unknown = {part_of(module) for module in modules()} - known - {""}
     assert not unknown, f"put {sorted(unknown)} into LAYERS, and into the picture in docs/architecture.md"
@@ -200,7 +200,7 @@ def test_imports_go_down_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_rule_sees_imports_up_sideways_and_of_the_package_itself() -> None:
+def test_imports_upwards_sideways_and_of_the_package_itself_are_found() -> None:
     assert not may_import("clip", "act")
     assert not may_import("measure", "record")
     assert not may_import("guard", "monitor")
@@ -229,13 +229,13 @@ def test_there_is_no_import_cycle() -> None:
     assert find_cycle(graph) is None
 
 
-def test_a_cycle_would_be_found() -> None:
+def test_find_cycle_finds_a_cycle() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "a"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
-    """The first cycle of `graph`, as the path that closes it; None when there is none."""
+    """Return the first cycle of `graph` as a closed path, or None."""
     done: set[str] = set()
 
     def walk(node: str, path: list[str]) -> list[str] | None:
@@ -250,7 +250,7 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
 
 
 @pytest.mark.parametrize("part", TORCH_FREE)
-def test_a_torch_free_part_names_torch_in_no_import(part: str) -> None:
+def test_a_torch_free_part_never_imports_torch(part: str) -> None:
     wrong = [
         f"{module}:{line} imports {name}"
         for module, tree in modules().items()
@@ -261,7 +261,7 @@ def test_a_torch_free_part_names_torch_in_no_import(part: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_torch_free_parts_import_where_torch_cannot_be() -> None:
+def test_torch_free_parts_import_without_torch() -> None:
     names = [module for module in modules() if part_of(module) in TORCH_FREE]
     assert {part_of(name) for name in names} == set(TORCH_FREE)
     code = (
@@ -270,10 +270,10 @@ def test_torch_free_parts_import_where_torch_cannot_be() -> None:
         f"for name in {names!r}: importlib.import_module(name)\n"
         "print(sum(name.partition('.')[0] == 'torch' for name in sys.modules))\n"
     )
-    assert run_python(code).split() == ["1"]  # the block itself
+    assert run_python(code).split() == ["1"]  # the blocked import itself
 
 
-def test_blocking_torch_really_blocks_it() -> None:
+def test_torch_is_really_blocked() -> None:
     code = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
@@ -304,41 +304,41 @@ def test_an_exported_name_can_be_imported(name: str) -> None:
     assert isinstance(value, str) if name == "__version__" else value.__name__.removeprefix("steadygrad.") == name  # type: ignore[attr-defined]
 
 
-def test_a_star_import_brings_exactly_the_exported_names() -> None:
+def test_a_star_import_gives_exactly_the_exported_names() -> None:
     code = "from steadygrad import *\nprint(*sorted(n for n in dir() if n == '__version__' or not n.startswith('__')))"
     assert run_python(code).split() == EXPORTED
 
 
-def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+def test_a_missing_name_raises_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'steadygrad' has no attribute 'Gaurd'"):
         _ = steadygrad.Gaurd
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     every = modules() | recipe_modules()
     silent = [module for module, tree in every.items() if not ast.get_docstring(tree)]
     assert not silent
 
 
-def test_a_newcomer_opens_at_most_five_files_and_each_is_there() -> None:
+def test_common_tasks_need_at_most_five_files_and_each_exists() -> None:
     text = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
     section = text.partition("## Where to begin\n")[2].partition("\n## ")[0]
     rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
     assert len(rows) == 6
     for row in rows:
-        for way in row.split("instead:"):  # of two sorts of bug in one task each has its own files
+        for way in row.split("instead:"):  # two kinds of bug in one task have separate files
             paths = re.findall(r"`([\w/]+\.py)`", way)
             assert 3 <= len(paths) <= 5, row
             assert not [path for path in paths if not (PACKAGE / path).is_file()]
 
 
-def test_no_piece_of_the_guard_is_given_more_than_seven_things() -> None:
+def test_no_part_of_the_guard_takes_more_than_seven_arguments() -> None:
     given = {
         f"{module}.{node.name}": len(init.args.args) + len(init.args.kwonlyargs) - 1
         for module, tree in modules().items()
         if part_of(module) == "guard"
         for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name != "Guard"  # what people give
+        if isinstance(node, ast.ClassDef) and node.name != "Guard"  # what users pass
         for init in node.body
         if isinstance(init, ast.FunctionDef) and init.name == "__init__"
     }
@@ -346,7 +346,7 @@ def test_no_piece_of_the_guard_is_given_more_than_seven_things() -> None:
     assert not {name: num for name, num in given.items() if num > 7}
 
 
-def test_no_drawer_for_odds_and_ends() -> None:
+def test_no_module_is_a_catch_all() -> None:
     drawers = {"util", "utils", "utilities", "helper", "helpers", "common", "misc"}
     paths = [*PACKAGE.rglob("*"), *RECIPES.rglob("*")]
     found = [str(path) for path in paths if path.stem.lower() in drawers]

@@ -1,7 +1,7 @@
-"""README and docs: every Python block runs, prints what it says, links lead somewhere, numbers are the measured ones.
+"""README and docs: every Python block runs and prints what it shows, links work, and numbers are the measured ones.
 
-The blocks of a file run in order in one namespace, in a directory of their own. A comment `#> text` is what the block
-prints at that place: all of them together must be all that it prints. tests/test_site.py builds the pages as a site.
+The blocks of a page run in order in one namespace, in a new directory. A comment `#> text` is what the block prints at
+that point; together they must be its whole output. tests/test_site.py builds the pages as a site.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 WITHOUT_CODE = ("docs/api/", "docs/recipes/", "docs/screenshots.md")
-"""Pages that may have none: what they show comes from docstrings, or is typed at a prompt."""
+"""Pages without blocks: their content comes from docstrings, or is typed at a prompt."""
 NEEDS = {"docs/deepspeed.md": "deepspeed"}
-"""Pages whose code needs a library that is not installed everywhere."""
+"""Pages whose code needs a library that may be missing."""
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def find_blocks(text: str) -> list[str]:
-    """The Python blocks, each behind as many empty lines as come before it, so that tracebacks name the right line."""
+    """Return the Python blocks, each after as many empty lines as precede it, so that tracebacks show the line."""
     found = BLOCK.finditer(text)
     return ["\n" * text.count("\n", 0, match.start(2)) + textwrap.dedent(match[2]) for match in found]
 
 
 def run_blocks(page: Path) -> int:
-    """Run the Python blocks of a page, check what each prints, and return how many there are."""
+    """Run the Python blocks of a page, check their output, and return their number."""
     namespace: dict[str, object] = {"__name__": "docs"}
     blocks = find_blocks(page.read_text(encoding="utf-8"))
     for block in blocks:
@@ -50,7 +50,7 @@ def run_blocks(page: Path) -> int:
 
 @pytest.fixture
 def _same_log_level() -> Iterator[None]:
-    """A page may show how to quiet the log; the next test must hear it again."""
+    """Restore the log level: a page may show how to quiet the log."""
     logger = logging.getLogger("steadygrad")
     level = logger.level
     yield
@@ -59,9 +59,7 @@ def _same_log_level() -> Iterator[None]:
 
 @pages
 @pytest.mark.usefixtures("_same_log_level")
-def test_every_python_block_runs_and_prints_what_it_says(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_python_block_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = NEEDS.get(page.relative_to(ROOT).as_posix(), "torch")
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
@@ -71,10 +69,10 @@ def test_every_python_block_runs_and_prints_what_it_says(
     assert num_blocks or page.relative_to(ROOT).as_posix().startswith(WITHOUT_CODE)
 
 
-def test_the_first_two_pages_run_again_in_the_folder_of_an_earlier_run(
+def test_the_first_two_pages_run_again_in_a_folder_with_an_earlier_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader types README's program, then that of the start page, then README's again: `runs/first` holds a run."""
+    """A reader runs README's program, the one of the start page, then README's again: `runs/first` exists already."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("STEADYGRAD", raising=False)
     for page in (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "README.md"):
@@ -82,7 +80,7 @@ def test_the_first_two_pages_run_again_in_the_folder_of_an_earlier_run(
 
 
 @pages
-def test_links_lead_to_files_that_exist(page: Path) -> None:
+def test_links_point_to_existing_files(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing

@@ -1,7 +1,7 @@
-"""The words that users read: README, docs, examples, and every string of the library that is printed or rendered.
+"""The English that users read: README, docs, examples, and every string of the library that is printed or rendered.
 
-A fixed list of habits that kept coming back, each with what to write instead. It is no grammar checker: it keeps out
-what was once mended, and says where. A phrase that stands in backticks or in a code block of a page is code, not prose.
+A fixed list of recurring habits, each with its replacement. It is not a grammar checker: it keeps corrected habits from
+coming back. Text in backticks or in a code block of a page counts as code.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ HABITS = {
     r"\bmake the (?:guard|optimizer|model|monitor|layer)s? (?:with|after|before|from)\b": "create",
     r"\b(?!that|had)([a-z]{2,}) \1\b": "a word twice",
 }
-"""Pattern -> what to write."""
+"""Pattern -> its replacement."""
 
 
 def read_prose(page: Path) -> str:
-    """A page without its code, with as many lines as before."""
+    """Return a page without its code, keeping the line count."""
     text = page.read_text(encoding="utf-8")
     blanked = re.sub(r"^( *)```.*?^\1```", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`|<!--.*?-->|\]\([^)]*\)", " . ", blanked)
 
 
 def read_strings(source: Path) -> Iterator[tuple[int, str]]:
-    """Docstrings and messages of a program; an f-string with a dot for each value."""
+    """Return docstrings and messages of a program; values in f-strings become dots."""
     tree = ast.parse(source.read_text(encoding="utf-8"))
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
@@ -78,8 +78,8 @@ def read_strings(source: Path) -> Iterator[tuple[int, str]]:
 
 
 def find_habits(text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, words and advice of each habit."""
-    joined = re.sub(r"(?<=\S)\n[ \t]*(?=[^\s|#*\-\d>])", " ", text)  # a phrase may run over the end of a line
+    """Return line, words and advice of each habit."""
+    joined = re.sub(r"(?<=\S)\n[ \t]*(?=[^\s|#*\-\d>])", " ", text)  # a phrase may cross a line end
     for pattern, advice in HABITS.items():
         for match in re.finditer(pattern, joined, re.IGNORECASE):
             yield joined.count("\n", 0, match.start()), match[0], advice
@@ -123,11 +123,11 @@ def test_messages_and_docstrings_are_plain_english() -> None:
         "the the step",
     ],
 )
-def test_the_habits_are_seen(text: str) -> None:
+def test_each_habit_is_found(text: str) -> None:
     assert list(find_habits(text))
 
 
-def test_code_is_no_prose(tmp_path: Path) -> None:
+def test_code_is_not_checked(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Call `somebody`.\n\n```python\nnobody = 1\n```\n\n    text\n", encoding="utf-8")
     assert list(find_habits(read_prose(page))) == []

@@ -1,4 +1,4 @@
-"""What is published is what was measured: README, docs/benchmarks.md and the picture are made from results files."""
+"""Published numbers are measured ones: README, docs/benchmarks.md and the picture are generated from results files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The programs that publish, imported as they are run: from their own folder."""
+    """Import the publishing programs from their own folder, as when they are run."""
     names = ("tables", "peer_tables", "sections", "publish", "story", "machine")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     modules = {name: __import__(name) for name in names}
-    for name in names:  # so that no other test finds them
+    for name in names:  # so that no other test imports them
         monkeypatch.delitem(sys.modules, name)
     return modules
 
 
-def test_the_pages_show_what_the_results_say(benchmarks: dict[str, ModuleType]) -> None:
+def test_the_pages_show_the_results(benchmarks: dict[str, ModuleType]) -> None:
     for page, mark, render in benchmarks["publish"].PLACES:
         text = (ROOT / page).read_text(encoding="utf-8")
         assert benchmarks["publish"].fill(text, mark, render()) == text, "run: python benchmarks/publish.py"
@@ -40,7 +40,7 @@ def test_the_picture_is_drawn_from_the_results(benchmarks: dict[str, ModuleType]
     assert drawn == benchmarks["story"].PICTURE.read_text(encoding="utf-8"), "run: python benchmarks/story.py --draw"
 
 
-def test_another_result_gives_another_text(tmp_path: Path, benchmarks: dict[str, ModuleType]) -> None:
+def test_a_changed_result_changes_the_text(tmp_path: Path, benchmarks: dict[str, ModuleType]) -> None:
     shutil.copytree(RESULTS, tmp_path / "results")
     path = tmp_path / "results" / "crash.json"
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -54,20 +54,20 @@ def test_another_result_gives_another_text(tmp_path: Path, benchmarks: dict[str,
         assert re.search("4,?711", after)
 
 
-def test_every_results_file_is_published_or_said_not_to_be(benchmarks: dict[str, ModuleType]) -> None:
+def test_every_results_file_is_published_or_listed_as_unpublished(benchmarks: dict[str, ModuleType]) -> None:
     published = {name for _, files in benchmarks["sections"].SECTIONS.values() for name in files}
     there = {path.stem for path in RESULTS.glob("*.json")}
     assert there - published <= set(benchmarks["sections"].UNPUBLISHED)
 
 
-def test_each_command_names_a_program_that_exists(benchmarks: dict[str, ModuleType]) -> None:
+def test_each_published_command_names_an_existing_program(benchmarks: dict[str, ModuleType]) -> None:
     pages = [(ROOT / page).read_text(encoding="utf-8") for page, _, _ in benchmarks["publish"].PLACES]
     commands = {match for page in pages for match in re.findall(r"python (benchmarks/[\w/]+\.py)", page)}
     assert len(commands) > 10
     assert not [command for command in commands if not (ROOT / command).is_file()]
 
 
-def test_the_readme_counts_what_is_there() -> None:
+def test_the_readme_has_the_right_counts() -> None:
     from steadygrad.config import DetectConfig
     from steadygrad.detect import standard_rules
     from steadygrad.diagnose.explanations.library import ENTRIES
@@ -78,21 +78,21 @@ def test_the_readme_counts_what_is_there() -> None:
         assert re.findall(rf"(\d+) {word}", readme) == [str(count)]
 
 
-def test_the_readme_has_no_figure_of_its_own(benchmarks: dict[str, ModuleType]) -> None:
-    """Percentages, ratios, times and sizes stand only between the marks."""
+def test_the_readme_has_no_numbers_outside_the_marks(benchmarks: dict[str, ModuleType]) -> None:
+    """Percentages, ratios, times and sizes appear only between the marks."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = benchmarks["publish"].fill(text, "numbers", "")
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert not re.findall(r"\d+(?:\.\d+)?\s?(?:%|x\b|ms\b|s\b|GiB|MiB|GB|MB)", text)
 
 
-def test_the_readme_is_one_screen_and_a_half(benchmarks: dict[str, ModuleType]) -> None:
+def test_the_readme_is_short(benchmarks: dict[str, ModuleType]) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"```.*?```|\]\([^)]*\)", "", text, flags=re.DOTALL)
     assert len(text.split()) <= 700
 
 
-def test_a_peer_with_the_better_figure_is_named(benchmarks: dict[str, ModuleType]) -> None:
+def test_a_peer_with_a_better_number_is_named(benchmarks: dict[str, ModuleType]) -> None:
     say = benchmarks["peer_tables"].say_who_is_better
     ours = {"changed": 3, "warned": 1, "apart": 80, "cost": 1.05}
     other = {"changed": 0, "warned": 2, "apart": 81, "cost": 1.051}
@@ -111,12 +111,12 @@ def test_a_page_without_its_marks_is_refused(benchmarks: dict[str, ModuleType]) 
         benchmarks["publish"].fill("no marks", "numbers", "x")
 
 
-def test_results_name_no_place_of_the_machine_they_ran_on() -> None:
+def test_results_contain_no_local_paths() -> None:
     named = [p.name for p in RESULTS.glob("*.json") if re.search(r"/(home|root|work|tmp|Users)/", p.read_text())]
     assert not named
 
 
-def test_contributing_names_only_what_is_there() -> None:
+def test_contributing_names_only_what_exists() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paths = {path for path in re.findall(r"`(?:python )?([\w.]+/[\w/.*]*)`", text) if "*" not in path}
     roots = (ROOT, ROOT / "src" / "steadygrad")

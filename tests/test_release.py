@@ -27,7 +27,7 @@ def read(name: str) -> str:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_works_in_a_folder_with_a_space_in_its_name(tmp_path: Path) -> None:
-    """Every path that it passes on is relative, or quoted: none contains the folder's own name."""
+    """Every path that it passes is relative or quoted: none contains the folder's name."""
     clone = tmp_path / "a clone of steadygrad"
     clone.mkdir()
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -52,7 +52,7 @@ def test_the_wheel_builds_in_a_folder_with_a_space_in_its_name(tmp_path: Path) -
     assert list((clone / "dist").glob("*.whl"))
 
 
-def test_the_oldest_torch_that_is_promised_is_one_that_is_run() -> None:
+def test_the_oldest_promised_torch_is_tested() -> None:
     oldest = next(re.search(r">=([\d.]+)", line)[1] for line in PROJECT["dependencies"] if line.startswith("torch"))  # type: ignore[index]
     assert f'"{oldest}.*"' in read(".github/workflows/tests.yml")
     assert f"torch {oldest} or later" in read("README.md")
@@ -74,8 +74,8 @@ def test_mps_is_refused_before_the_first_step() -> None:
         refuse_devices({"mps"})
 
 
-def test_windows_is_asked_for_nothing_that_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, signal 0 is Ctrl+C, and a folder cannot be opened."""
+def test_windows_gets_no_unsupported_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows, signal 0 is Ctrl+C, and a folder cannot be opened."""
 
     def refuse(*_args: object) -> None:
         raise AssertionError("not on Windows")

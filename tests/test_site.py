@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, asks for nothing elsewhere, its tables are the source's."""
+"""The documentation as a site: it builds without warnings, loads nothing external, and its tables match the source."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ELSEWHERE = re.compile(
     r"""|<link\b[^>]*\bhref=["']?(?:https?:)?//[^"'\s>]+"""
 )
 MODULES = ("diagnose", "losses", "nn")
-"""Exported names that are modules: what is in them has pages of its own."""
+"""Exported names that are modules: their contents are documented on separate pages."""
 
 
 def load(name: str) -> ModuleType:
-    """A program of docs/_site."""
+    """Import a program of docs/_site."""
     spec = importlib.util.spec_from_file_location(f"site_{name}", DOCS / "_site" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -67,7 +67,7 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
     assert [page.name for page in missing if page.name != "index.md" or page.parent != DOCS] == []
 
 
-def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+def test_no_page_loads_anything_external(site: Path) -> None:
     found = {page.name: ELSEWHERE.findall(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
     assert {name: links for name, links in found.items() if links} == {}
 
@@ -80,13 +80,13 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
         "<img src='http://e/x'>",
     ],
 )
-def test_a_thing_from_elsewhere_would_be_seen(text: str) -> None:
+def test_an_external_resource_is_found(text: str) -> None:
     assert ELSEWHERE.search(text)
     assert not ELSEWHERE.search('<a href="https://example.org">text</a><script src="assets/x.js"></script>')
 
 
-def test_no_list_has_fallen_into_a_paragraph(site: Path) -> None:
-    """As one does that is not indented by four, or has no empty line before it: the site's Markdown is not GitHub's."""
+def test_every_list_is_rendered_as_a_list(site: Path) -> None:
+    """Without an empty line before it, or an indent of four, a list becomes part of a paragraph, unlike on GitHub."""
     fallen = {}
     for page in site.rglob("*.html"):
         text = re.sub(r"<pre.*?</pre>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -96,7 +96,7 @@ def test_no_list_has_fallen_into_a_paragraph(site: Path) -> None:
     assert fallen == {}
 
 
-def test_every_scene_is_shown_at_every_width_in_both_themes_and_the_pictures_stay_small() -> None:
+def test_every_scene_has_small_pictures_at_every_width_in_both_themes() -> None:
     program = load("screenshots")
     text = (DOCS / "screenshots.md").read_text(encoding="utf-8")
     scenes = ("healthy", "survived", "lost", "running", "compared", "incidents", "million")
@@ -119,7 +119,7 @@ def test_the_reference_has_every_exported_name(site: Path) -> None:
     assert set(steadygrad.__all__) - headings - {"__version__", *MODULES} == set()
 
 
-def test_examples_in_docstrings_are_code_and_not_quotations(site: Path) -> None:
+def test_examples_in_docstrings_are_rendered_as_code(site: Path) -> None:
     page = (site / "api" / "guard.html").read_text(encoding="utf-8")
     assert "<blockquote>" not in page
     assert '<span class="gp">&gt;&gt;&gt; </span>' in page
@@ -128,7 +128,7 @@ def test_examples_in_docstrings_are_code_and_not_quotations(site: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["lightning", "transformers", "accelerate", "deepspeed", "torchtitan-and-ray", "howto/rl-and-gans"]
 )
-def test_a_framework_page_begins_with_a_few_lines_of_the_users_code(name: str) -> None:
+def test_a_framework_page_begins_with_user_code(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     first = re.search(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert first is not None
@@ -137,7 +137,7 @@ def test_a_framework_page_begins_with_a_few_lines_of_the_users_code(name: str) -
     assert len(first[2].splitlines()) <= 6
 
 
-def test_the_recording_has_the_words_that_the_demo_prints() -> None:
+def test_the_recording_shows_what_the_demo_prints() -> None:
     from steadygrad_recipes.demo.narration import TITLES
 
     picture = (DOCS / "assets" / "demo.svg").read_text(encoding="utf-8")
@@ -161,35 +161,35 @@ def test_there_are_two_colour_schemes_and_a_place_for_versions(site: Path) -> No
 
 
 @pytest.mark.parametrize("page", ["rules.md", "policies.md", "reference/kinds.md"])
-def test_the_tables_are_what_the_source_says(page: str) -> None:
+def test_the_tables_match_the_source(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     assert load("tables").fill(page, text) == text, "run: python docs/_site/tables.py"
 
 
-def test_a_number_written_by_hand_would_be_seen() -> None:
+def test_a_hand_written_number_is_found() -> None:
     text = (DOCS / "rules.md").read_text(encoding="utf-8")
     wrong = text.replace("| `exploding_norm` | 100 |", "| `exploding_norm` | 50 |")
     assert wrong != text
     assert load("tables").fill("rules.md", wrong) == text
 
 
-def test_every_threshold_says_what_it_is() -> None:
+def test_every_threshold_is_described() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .+? \| (.*) \|$", load("tables").render_thresholds(), re.MULTILINE)
     assert len(rows) > 40
     assert [name for name, text in rows if not text] == []
 
 
-def test_every_command_has_its_line() -> None:
+def test_every_command_is_listed() -> None:
     from steadygrad.cli.commands import steadygrad as group
 
     named = re.findall(r"^\| `steadygrad (\w+)", (DOCS / "commands.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == sorted(group.commands)
 
 
-# --- what helps to build it -------------------------------------------------------------------------------------------
+# --- build helpers ----------------------------------------------------------------------------------------------------
 
 
-def test_a_star_in_the_navigation_stands_for_the_pages_that_it_does_not_name(tmp_path: Path) -> None:
+def test_a_star_in_the_navigation_adds_the_remaining_pages(tmp_path: Path) -> None:
     for name in ("index.md", "b.md", "a.md"):
         (tmp_path / "part").mkdir(exist_ok=True)
         (tmp_path / "part" / name).touch()
@@ -211,12 +211,12 @@ def test_an_example_ends_at_an_empty_line() -> None:
 
 
 def find_blocks(heading: str) -> list[str]:
-    """The lines of the first text block below a heading of docs/architecture.md."""
+    """Return the lines of the first text block below a heading of docs/architecture.md."""
     text = (DOCS / "architecture.md").read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
     return text.partition("```text\n")[2].partition("```")[0].splitlines()
 
 
-def test_the_layout_names_every_part_and_no_other() -> None:
+def test_the_layout_lists_exactly_the_parts() -> None:
     package = Path(steadygrad.__file__).parent
     parts = {f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
     parts |= {path.name for path in package.glob("*.py")}
@@ -224,7 +224,7 @@ def test_the_layout_names_every_part_and_no_other() -> None:
     assert sorted(named) == sorted(parts)
 
 
-def test_the_import_picture_is_the_one_that_is_enforced() -> None:
+def test_the_import_picture_matches_the_enforced_layers() -> None:
     import test_architecture
 
     unseen = {"__main__", "_version", "demo"}

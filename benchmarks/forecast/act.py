@@ -1,10 +1,10 @@
-"""Does it help to act on the forecast? Final loss and steps lost, with the learning rate halved at a forecast or not.
+"""Does it help to act on the forecast? Final loss and steps lost, with and without halving the learning rate.
 
-Every story of benchmarks/rescue.py on a Guard with every default, with and without the forecast acting, and the same
-trainings with nothing wrong. Most of their faults come from outside, within one step, and cannot be foreseen. And held-
-out programs of the traces, begun anew: some that became unstable late and some that did not, with nothing but the
-forecast to save them. `--quick` is three stories, one seed, and nothing written; each part adds to
-results/forecast.json by itself.
+Every story of benchmarks/rescue.py on a Guard with all defaults, with and without acting on the forecast, and the same
+trainings without a fault. Most of the faults come from outside, within one step, and cannot be foreseen. Also held-out
+programs of the traces, started again: some that became unstable late and some that did not, with only the forecast to
+save them. `--quick` is three stories, one seed, and writes nothing; each part is added to results/forecast.json
+separately.
 
     PYTHONPATH=src python benchmarks/forecast/act.py --part stories [--quick]
     PYTHONPATH=src python benchmarks/forecast/act.py --part again --traces DIR
@@ -45,29 +45,29 @@ from steadygrad.facts import Incident
 ACTING = Policy(actions={"instability_forecast": Action.SCALE_LR})
 CLEAN = "nothing wrong"
 LOW = 0.25
-"""A probability that is passed more often than the model's own threshold."""
+"""A lower probability threshold than the model's own."""
 
 
 def make_config(threshold: float | None, policy: Policy = ACTING) -> GuardConfig:
-    """A Guard with every default and the forecast."""
+    """Return the settings of a Guard with all defaults and the forecast."""
     forecast = ForecastConfig(enabled=True, threshold=threshold)
     return GuardConfig(clip=FixedNorm(max_norm=1.0), policy=policy, detect=DetectConfig(forecast=forecast))
 
 
 def run_acting(story: Story, threshold: float | None) -> Run:
-    """The story on a Guard that also acts on the forecast."""
+    """Run the story on a Guard that also acts on the forecast."""
     batches = story.spoil(story.clean.order())
-    run = train_guarded(story.faulty, make_config(threshold), batches=batches, meddle=story.meddle)
+    run = train_guarded(story.faulty, make_config(threshold), batches=batches, make_fault=story.make_fault)
     FORECASTS.extend(i.step for i in run.guard.incidents if is_answered(i))
     return run
 
 
 FORECASTS: list[int] = []
-"""Steps at which the last run's rate was lowered at a forecast."""
+"""Steps of the last run at which a forecast lowered the rate."""
 
 
 def is_answered(incident: Incident) -> bool:
-    """Whether the rate was lowered at a forecast."""
+    """Whether a forecast lowered the rate."""
     return incident.finding.kind == "instability_forecast" and incident.outcome.action is Action.SCALE_LR
 
 
@@ -79,11 +79,11 @@ WAYS: dict[str, Callable[[Story], Run]] = {
 
 
 Cells = dict[str, list[dict[str, Any]]]
-"""Way -> one run a seed."""
+"""Way -> one run per seed."""
 
 
-def tell_stories(stories: Sequence[Story], seeds: Sequence[int]) -> dict[str, Cells]:
-    """Each story, each way, over the seeds; clean runs are shared between stories."""
+def run_stories(stories: Sequence[Story], seeds: Sequence[int]) -> dict[str, Cells]:
+    """Run each story each way, over the seeds; clean runs are shared between stories."""
     rescue.RUNS.update(WAYS)
     results: dict[str, Cells] = {}
     clean: dict[tuple[int, int], float] = {}
@@ -95,8 +95,8 @@ def tell_stories(stories: Sequence[Story], seeds: Sequence[int]) -> dict[str, Ce
                 clean[key] = train_plain(seeded.clean).loss
             for way in WAYS:
                 FORECASTS.clear()
-                told = rescue.measure(way, seeded, clean[key])
-                cells[way].append({"seed": seed, **told, "forecasts": list(FORECASTS)})
+                measured = rescue.measure(way, seeded, clean[key])
+                cells[way].append({"seed": seed, **measured, "forecasts": list(FORECASTS)})
         results[story.name] = cells
         shown = (f"{rescue.show(cells[way])}, {sum(len(c['forecasts']) for c in cells[way])} acted" for way in WAYS)
         print(f"{story.name:<31}" + "".join(f"{text:>34}" for text in shown), flush=True)
@@ -104,7 +104,7 @@ def tell_stories(stories: Sequence[Story], seeds: Sequence[int]) -> dict[str, Ce
 
 
 def list_stories() -> list[Story]:
-    """All that benchmarks/rescue.py tells."""
+    """Return all stories of benchmarks/rescue.py."""
     return [
         *rescue.make_stories(),
         *rescue.make_rate_stories(),
@@ -113,15 +113,15 @@ def list_stories() -> list[Story]:
     ]
 
 
-def sum_up(told: Mapping[str, Cells]) -> dict[str, Any]:
-    """Each way against not acting, run by run: how often, final loss and steps lost."""
-    names = [name for name in told if not name.startswith(CLEAN)]
-    groups = {"stories": names, CLEAN: [name for name in told if name not in names]}
-    return {group: {way: _sum_way(told, chosen, way) for way in WAYS} for group, chosen in groups.items() if chosen}
+def sum_up(outcomes: Mapping[str, Cells]) -> dict[str, Any]:
+    """Compare each way with not acting, run by run: how often it acted, final loss and steps lost."""
+    names = [name for name in outcomes if not name.startswith(CLEAN)]
+    groups = {"stories": names, CLEAN: [name for name in outcomes if name not in names]}
+    return {group: {way: _sum_way(outcomes, chosen, way) for way in WAYS} for group, chosen in groups.items() if chosen}
 
 
-def _sum_way(told: Mapping[str, Cells], names: Sequence[str], way: str) -> dict[str, Any]:
-    pairs = [pair for name in names for pair in zip(told[name]["Guard"], told[name][way])]
+def _sum_way(outcomes: Mapping[str, Cells], names: Sequence[str], way: str) -> dict[str, Any]:
+    pairs = [pair for name in names for pair in zip(outcomes[name]["Guard"], outcomes[name][way])]
     ratios = [b["relative_loss"] / a["relative_loss"] for a, b in pairs if a["relative_loss"] and b["relative_loss"]]
     same = [a["relative_loss"] == b["relative_loss"] and a["num_steps_lost"] == b["num_steps_lost"] for a, b in pairs]
     return {
@@ -140,16 +140,16 @@ def _sum_way(told: Mapping[str, Cells], names: Sequence[str], way: str) -> dict[
 
 
 def make_clean_stories() -> list[Story]:
-    """The trainings with nothing wrong: what acting without need costs."""
+    """Return the trainings without a fault, which show what acting without need costs."""
     trainings: list[Training] = [train_language(), train_images(), train_memory()]
     return [Story(name=f"{CLEAN}, {one.name}", clean=one, finds=frozenset(), does=frozenset()) for one in trainings]
 
 
-# --- held-out programs, begun anew -----------------------------------------------------------------------------------
+# --- held-out programs, started again --------------------------------------------------------------------------------
 
 
 def choose_setups(folder: Path, num: int) -> dict[str, list[dict[str, Any]]]:
-    """Setups that became unstable after step 40, and setups that did not; as many of each program."""
+    """Return setups that became unstable after step 40, and as many of each program that did not."""
     runs = [run for run in load_runs(folder) if run.program in HELD_OUT and run.setup["outlier_at"] < 0]
     chosen: dict[str, list[dict[str, Any]]] = {"became unstable": [], "stayed stable": []}
     for program in HELD_OUT:
@@ -162,8 +162,10 @@ def choose_setups(folder: Path, num: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def train_again(setup: dict[str, Any], threshold: float | None, *, acts: bool) -> dict[str, Any]:
-    """One run with nothing but the forecast: its onset, the median of its last 16 losses (None when it broke), and how
-    often the rate was lowered before the onset."""
+    """Train once with only the forecast; return its onset, final loss, and how often it lowered the rate before.
+
+    The final loss is the median of the last 16, or None if the run failed. "Before" means before the onset.
+    """
     forecast = ForecastConfig(enabled=acts, threshold=threshold)
     answered: list[int] = []
 
@@ -184,7 +186,7 @@ def train_again(setup: dict[str, Any], threshold: float | None, *, acts: bool) -
 
 
 def compare_again(setups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same setups, left alone and acted on at either threshold."""
+    """Compare the same setups left alone and acted on at either threshold."""
     results: dict[str, Any] = {"num_runs": len(setups)}
     alone = [train_again(setup, None, acts=False) for setup in setups]
     results["left alone"] = {"num_unstable": sum(one["onset"] is not None for one in alone)}
@@ -210,10 +212,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three stories, few runs, nothing written")
     parser.add_argument("--part", choices=("all", "again", "stories"), default="all")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--num-again", type=int, default=60, help="runs of held-out programs of each sort")
+    parser.add_argument("--num-again", type=int, default=60, help="runs of held-out programs of each kind")
     arguments = parser.parse_args()
     if arguments.part != "stories" and arguments.traces is None:
-        parser.error(f"--part {arguments.part} begins runs of traces anew, and none were given. Give --traces DIR.")
+        parser.error(f"--part {arguments.part} restarts runs of traces, and none were given. Give --traces DIR.")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
@@ -227,8 +229,8 @@ def main() -> None:
     if arguments.part != "again":
         stories = [s for s in [*make_clean_stories(), *list_stories()] if not arguments.quick or s.name in rescue.QUICK]
         print(f"{'story':<31}" + "".join(f"{way:>34}" for way in WAYS))
-        told = tell_stories(stories, range(1 if arguments.quick else arguments.seeds))
-        parts |= {"acting_stories": told, "acting_stories_in_short": sum_up(told)}
+        outcomes = run_stories(stories, range(1 if arguments.quick else arguments.seeds))
+        parts |= {"acting_stories": outcomes, "acting_stories_in_short": sum_up(outcomes)}
         print(json.dumps(parts["acting_stories_in_short"], indent=1))
     if not arguments.quick:
         print(add_results(**parts))

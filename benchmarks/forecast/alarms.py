@@ -1,9 +1,9 @@
-"""Scores of steps -> alarms -> how good they are. The same for the forecast and for what it is compared with.
+"""Turns the scores of steps into alarms and rates them. The forecast and the rules it is compared with share this code.
 
-An alarm begins when the score has reached the threshold `patience` times in a row, and lasts until it has been below
-for `horizon` steps; it is told once. One that lasts into the last `horizon` steps before the onset is a forecast, with
-the steps from its beginning to the onset as its lead; every other alarm is a false one. Healthy steps are those of
-stable runs and those further than `horizon` from the onset.
+An alarm begins when the score has reached the threshold `patience` times in a row, and lasts until the score has stayed
+below it for `horizon` steps; it is reported once. An alarm that lasts into the last `horizon` steps before the onset is
+a forecast, and its lead is the number of steps from its beginning to the onset; every other alarm is false. Healthy
+steps are those of stable runs and those further than `horizon` from the onset.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Alarms:
     num_false: int
     num_healthy_steps: int
     leads: list[int]
-    """Of the onsets that were forecast."""
+    """Leads of the onsets that were forecast."""
     num_onsets: int
-    """Onsets in runs that had at least one judged step before them."""
+    """Number of onsets in runs with at least one judged step before them."""
 
     @property
     def false_per_1000(self) -> float:
@@ -37,7 +37,7 @@ class Alarms:
 
 
 def find_episodes(high: np.ndarray, steps: np.ndarray, *, patience: int, quiet: int) -> list[tuple[int, int]]:
-    """First and last step of each alarm."""
+    """Return the first and last step of each alarm."""
     episodes: list[list[int]] = []
     length = 0
     for step, is_high in zip(steps.tolist(), high.tolist()):
@@ -54,7 +54,7 @@ def find_episodes(high: np.ndarray, steps: np.ndarray, *, patience: int, quiet: 
 def judge_alarms(
     scores: np.ndarray, threshold: float, steps: Steps, runs: Sequence[Run], horizon: int, *, patience: int
 ) -> Alarms:
-    """Every alarm of every run."""
+    """Judge every alarm of every run."""
     high = scores >= threshold
     borders = np.flatnonzero(np.diff(steps.run, prepend=-1, append=-1))
     num_false, leads, num_onsets = 0, [], 0
@@ -74,10 +74,10 @@ def judge_alarms(
 def choose_threshold(
     scores: np.ndarray, steps: Steps, runs: Sequence[Run], horizon: int, *, patience: int, budget: float
 ) -> float:
-    """The lowest threshold with at most `budget` false alarms in 1000 healthy steps."""
+    """Return the lowest threshold with at most `budget` false alarms per 1000 healthy steps."""
     candidates = np.unique(np.quantile(scores, 1.0 - np.logspace(-5, -0.5, 60)))
     low, high = 0, len(candidates) - 1
-    while low < high:  # fewer alarms the higher it is, but for alarms that a low one melts into one
+    while low < high:  # a higher threshold gives fewer alarms, except that a low one may merge several
         middle = (low + high) // 2
         alarms = judge_alarms(scores, float(candidates[middle]), steps, runs, horizon, patience=patience)
         low, high = (low, middle) if alarms.false_per_1000 <= budget else (middle + 1, high)

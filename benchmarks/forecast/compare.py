@@ -1,14 +1,14 @@
-"""How well is instability foreseen on programs that no model was trained on? The forecast beside rules of one number.
+"""How well is instability foreseen on programs that no model was trained on? The forecast and rules of one number.
 
-For each rule: AUROC over the steps (is the onset within the horizon?), the share of onsets that were forecast at all,
-the lead in steps (median over those forecast, and over all onsets with 0 for the missed), and false alarms in 1000
-healthy steps. Thresholds are chosen on the programs that were trained on; everything shown is from the others. Then the
+For each rule: AUROC over the steps (is the onset within the horizon?), the share of onsets forecast at all, the lead in
+steps (median over the forecast onsets, and over all onsets with 0 for missed ones), and false alarms per 1000 healthy
+steps. Thresholds are chosen on the training programs; all numbers shown are from the held-out ones. Then the
 calibration curve, and each held-out program by itself.
 
     PYTHONPATH=src python benchmarks/forecast/compare.py --traces DIR      writes benchmarks/results/forecast.json
-    PYTHONPATH=src python benchmarks/forecast/compare.py --quick           a few runs made at once; shows that it works
+    PYTHONPATH=src python benchmarks/forecast/compare.py --quick           makes a few runs, to show that it works
 
-The numbers of `--quick` mean nothing: they are of a handful of runs, and are not written.
+The numbers of `--quick` mean nothing: they come from a handful of runs, and are not written.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from steadygrad.detect.instability import Model, read_model
 
 NUM_QUICK = 24
 BUDGET = 0.35
-"""False alarms in 1000 healthy steps at which a rival's threshold is chosen; fit.py has the same for the forecast."""
+"""False alarms per 1000 healthy steps at which a rival's threshold is chosen; fit.py has the same for the forecast."""
 
 
 def measure_auroc(scores: np.ndarray, positive: np.ndarray) -> float:
-    """The chance that a positive step scores higher than another; ties count half."""
+    """Return the chance that a positive step scores higher than another; ties count half."""
     order = np.argsort(scores, kind="stable")
     ranked = scores[order]
     first = np.searchsorted(ranked, ranked, side="left")
@@ -57,12 +57,12 @@ def measure_auroc(scores: np.ndarray, positive: np.ndarray) -> float:
 
 
 def score_model(model: Model, steps: Steps) -> np.ndarray:
-    """The shipped model's probability at each step, by its own code."""
+    """Return the shipped model's probability at each step, computed by its own code."""
     return np.array([model.calibrate(model.score(row)) for row in steps.indicators.astype(float).tolist()])
 
 
 def describe(alarms: Alarms, auroc: float, threshold: float) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     missed = [0] * (alarms.num_onsets - len(alarms.leads))
     return {
         "auroc": round(auroc, 4),
@@ -78,7 +78,7 @@ def describe(alarms: Alarms, auroc: float, threshold: float) -> dict[str, Any]:
 
 
 def compare_rivals(known: list[Run], new: list[Run], held: Steps, horizon: int) -> dict[str, Any]:
-    """Each rival, with its threshold from the known programs, on the new ones."""
+    """Apply each rival, with its threshold from the training programs, to the held-out ones."""
     rows, seen = {}, measure_steps(known, horizon)
     for name, make in RIVALS.items():
         threshold = choose_threshold(score_rival(make, known, seen), seen, known, horizon, patience=1, budget=BUDGET)
@@ -89,7 +89,7 @@ def compare_rivals(known: list[Run], new: list[Run], held: Steps, horizon: int) 
 
 
 def draw_calibration(probabilities: np.ndarray, positive: np.ndarray) -> dict[str, Any]:
-    """Said and seen, in bins of what was said."""
+    """Return forecast and observed frequencies, in bins of the forecast."""
     borders = [0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0001]
     rows, error = [], 0.0
     for low, high in itertools.pairwise(borders):
@@ -104,7 +104,7 @@ def draw_calibration(probabilities: np.ndarray, positive: np.ndarray) -> dict[st
 def compare_programs(
     model: Model, probabilities: np.ndarray, steps: Steps, runs: list[Run], threshold: float
 ) -> dict[str, Any]:
-    """Each held-out program by itself."""
+    """Rate each held-out program by itself."""
     rows = {}
     names = np.array([run.program for run in runs])[steps.run]
     for name in HELD_OUT:
@@ -119,7 +119,7 @@ def compare_programs(
 
 
 def vary_threshold(model: Model, probabilities: np.ndarray, steps: Steps, runs: list[Run]) -> list[dict[str, Any]]:
-    """What other thresholds would give: more onsets for more false alarms."""
+    """Return what other thresholds would give: more onsets for more false alarms."""
     rows = []
     for threshold in (0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1):
         alarms = judge_alarms(probabilities, threshold, steps, runs, model.horizon, patience=model.patience)
@@ -128,7 +128,7 @@ def vary_threshold(model: Model, probabilities: np.ndarray, steps: Steps, runs: 
 
 
 def find_reasons(probabilities: np.ndarray, steps: Steps, runs: list[Run], horizon: int) -> dict[str, float]:
-    """AUROC on parts of the steps: what is hard about it."""
+    """Return AUROC on subsets of the steps, which shows what is hard."""
     positive, unstable = steps.is_positive(horizon), np.isfinite(steps.left)
     sudden = np.array([run.setup["schedule"] in ("jump", "restarts") for run in runs])[steps.run]
     parts = {
@@ -145,7 +145,7 @@ def find_reasons(probabilities: np.ndarray, steps: Steps, runs: list[Run], horiz
 
 
 def compare(runs: list[Run], horizon: int) -> dict[str, Any]:
-    """Everything about one horizon."""
+    """Return everything about one horizon."""
     model = read_model(horizon)
     known = [run for run in runs if run.program not in HELD_OUT]
     new = [run for run in runs if run.program in HELD_OUT]
@@ -170,7 +170,7 @@ def compare(runs: list[Run], horizon: int) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The tables, as Markdown."""
+    """Return the tables as Markdown."""
     head = "| | AUROC | onsets forecast | median lead, steps | the same, missed as 0 | false alarms / 1000 |"
     lines = [f"\nHorizon {result['horizon']} steps, programs never trained on:\n", head, "|---|" + "---:|" * 5]
     rows = {**result["rules"], **{f"forecast, {name}": row for name, row in result["programs"].items()}}
@@ -189,7 +189,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def make_few_runs(num: int) -> list[Run]:
-    """Runs that are kept nowhere."""
+    """Make a few runs in memory."""
     warnings.filterwarnings("ignore")
     np.seterr(all="ignore")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
@@ -197,7 +197,7 @@ def make_few_runs(num: int) -> list[Run]:
 
 
 def add_results(**parts: Any) -> Path | None:
-    """Put parts into results/forecast.json beside those that are there."""
+    """Add parts to results/forecast.json and keep the others."""
     path = RESULTS / "forecast.json"
     before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
     return write_results("forecast", {**before, **parts})
@@ -207,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="what generate.py wrote")
     parser.add_argument("--horizon", type=int, default=32)
-    parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} runs made at once; nothing is written")
+    parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} new runs; nothing is written")
     arguments = parser.parse_args()
     if arguments.traces is None and not arguments.quick:
         print("left out: it takes traces of thousands of runs. Make them with generate.py, and give --traces DIR.")

@@ -1,9 +1,8 @@
-"""Traces -> `src/steadygrad/detect/forecast_model.json`: boosted trees, their calibration and their threshold.
+"""Turns traces into `src/steadygrad/detect/forecast_model.json`: boosted trees, their calibration and their threshold.
 
-Programs in `programs.HELD_OUT` are never looked at here. Calibration and threshold come from folds over the other
-programs, so that each step is judged by trees that have not seen its program; the trees shipped are fitted on all of
-them. The threshold is the lowest that keeps `BUDGET` false alarms in 1000 healthy steps over the folds. Needs
-scikit-learn.
+Programs in `programs.HELD_OUT` are never used here. Calibration and threshold come from folds over the other programs,
+so that each step is judged by trees that have not seen its program; the shipped trees are fitted on all of them. The
+threshold is the lowest that keeps `BUDGET` false alarms per 1000 healthy steps over the folds. Needs scikit-learn.
 
     PYTHONPATH=src python benchmarks/forecast/fit.py --traces DIR
 """
@@ -31,19 +30,19 @@ MODEL = Path(instability.__file__).with_name("forecast_model.json")
 HORIZONS = (32,)
 PATIENCE = 2
 BUDGET = 0.35
-"""False alarms in 1000 healthy steps over the folds; below the aim of 0.5, since new programs are a little worse."""
+"""False alarms per 1000 healthy steps over the folds; below the target of 0.5, since new programs do slightly worse."""
 NUM_FOLDS = 4
 EVERY = 8
-"""Of the steps that are not positive, every eighth is learnt from: neighbours say the same."""
+"""Every eighth of the steps that are not positive is used for fitting: neighbours carry the same information."""
 RISES = {
     "norm_trend", "norm_volatility_rise", "norm_above_lowest", "loss_trend", "loss_slow_trend", "loss_above_best",
     "loss_volatility_rise", "rate_rise", "skip_share", "scale_fall", "update_rise", "gradient_over_moment",
 }  # fmt: skip
-"""Indicators of which more may never mean less danger; new programs are forecast better so."""
+"""Indicators that may never lower the danger as they grow; with this constraint, new programs are forecast better."""
 
 
 def build_trees() -> HistGradientBoostingClassifier:
-    """Small trees with large leaves: what holds for one program only is of no use."""
+    """Build small trees with large leaves: patterns of a single program are useless."""
     return HistGradientBoostingClassifier(
         learning_rate=0.1,
         max_iter=80,
@@ -59,7 +58,7 @@ def build_trees() -> HistGradientBoostingClassifier:
 
 
 def fit_trees(steps: Steps, runs: list[Run], chosen: np.ndarray, horizon: int) -> HistGradientBoostingClassifier:
-    """Fit on the chosen steps; each program weighs the same, and so do its positive steps taken together."""
+    """Fit on the chosen steps; each program has the same weight, and so do its positive steps in total."""
     positive = steps.is_positive(horizon)
     used = np.flatnonzero(chosen & (positive | (steps.step % EVERY == 0)))
     weights = np.where(positive[used], 1.0, EVERY)
@@ -71,7 +70,7 @@ def fit_trees(steps: Steps, runs: list[Run], chosen: np.ndarray, horizon: int) -
 
 
 def fold_scores(steps: Steps, runs: list[Run], horizon: int) -> np.ndarray:
-    """Each step's score by trees that have not seen its program."""
+    """Return each step's score by trees that have not seen its program."""
     names = sorted({run.program for run in runs})
     programs = np.array([names.index(run.program) for run in runs])[steps.run]
     scores = np.zeros(len(programs))
@@ -83,7 +82,7 @@ def fold_scores(steps: Steps, runs: list[Run], horizon: int) -> np.ndarray:
 
 
 def calibrate(scores: np.ndarray, positive: np.ndarray, num_points: int = 16) -> dict[str, list[float]]:
-    """Points between which a score is turned into a probability: isotonic, then thinned out."""
+    """Return the points that map a score to a probability: isotonic, then thinned out."""
     fitted = IsotonicRegression(out_of_bounds="clip").fit(scores, positive)
     points = np.unique(np.quantile(scores, np.concatenate([np.linspace(0, 0.9, 8), 1 - np.logspace(-1, -4, 8)])))
     values = np.maximum.accumulate(fitted.predict(points))
@@ -91,7 +90,7 @@ def calibrate(scores: np.ndarray, positive: np.ndarray, num_points: int = 16) ->
 
 
 def export_trees(model: HistGradientBoostingClassifier) -> list[list[list[float]]]:
-    """Plain nodes: indicator, threshold, left, right, value; an inner node's value is the mean of those below."""
+    """Export plain nodes: indicator, threshold, left, right, value; an inner node has the mean of its subtree."""
     return [_export(predictor.nodes) for (predictor,) in model._predictors]
 
 
@@ -113,7 +112,7 @@ def _export(nodes: np.ndarray) -> list[list[float]]:
 
 
 def fit_horizon(runs: list[Run], horizon: int) -> dict[str, Any]:
-    """The model of one horizon, as it is shipped."""
+    """Return the model of one horizon, as shipped."""
     steps = measure_steps(runs, horizon)
     positive = steps.is_positive(horizon)
     scores = fold_scores(steps, runs, horizon)

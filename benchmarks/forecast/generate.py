@@ -1,9 +1,9 @@
-"""Thousands of short real trainings on the real Guard, which only watches -> traces with the step that became unstable.
+"""Runs thousands of short real trainings on a Guard that only watches; writes traces with the step of instability.
 
 Each run draws a program, optimizer, learning rate, schedule, batch size, precision, clipping, weight decay and initial
-scale. Half of the rates lie around the edge at which this worker saw the same program and optimizer break, so that
-many runs break late and many are healthy right below the edge. fp16 and bf16 are rounding after every layer, forward
-and backward, with a GradScaler for fp16; a GPU is not used.
+scale. Half of the rates lie near the rate at which this worker saw the same program and optimizer become unstable, so
+that many runs become unstable late and many are healthy just below that rate. fp16 and bf16 are emulated by rounding
+after every layer, forward and backward, with a GradScaler for fp16; no GPU is used.
 
     PYTHONPATH=src python benchmarks/forecast/generate.py --seconds 400 --workers 16 --out DIR
 """
@@ -35,9 +35,9 @@ from steadygrad.detect import standard_rules
 from steadygrad.facts import Fact, Finding, Reading
 
 COLUMNS = ("loss", "norm", "coefficient", "rate", "scale", "skipped", "adam_rms", "update_norm", "ratio", "top", "peak")
-"""One number each a step: see `take_row`."""
+"""One number of each per step: see `take_row`."""
 LOW_BITS = np.uint32(0xFFFFFC00)
-"""Keeps 13 bits of a float32's fraction (1e-4): the rest is noise that does not compress."""
+"""Keeps 13 bits of a float32's fraction (1e-4): the rest is noise and does not compress."""
 AFTER = 24
 """Steps kept after the onset."""
 
@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, tuple[float, Callable[..., torch.optim.Optimizer]]] = {
     "rmsprop": (0.015, lambda p, lr, wd: torch.optim.RMSprop(p, lr=lr, weight_decay=wd, foreach=False)),
     "lion": (0.01, lambda p, lr, wd: Lion(p, lr=lr, weight_decay=wd)),
 }
-"""Name -> a rate near which things usually break, and how it is made."""
+"""Name -> a rate near which things usually become unstable, and the factory."""
 EDGES = {
     "mlp_classes": 2.5,
     "gru_memory": 2.5,
@@ -86,11 +86,11 @@ EDGES = {
     "graph": -0.5,
     "ratings": 0.2,
 }
-"""Program -> the logarithm of how much higher it breaks; 0.6 for others; where each worker's search begins."""
+"""Program -> log of how much higher its critical rate is; 0.6 for others; where each worker's search begins."""
 
 
 def make_schedule(kind: str, steps: int, r: random.Random) -> Callable[[int], float]:
-    """Step -> factor of the learning rate, at most 1 but for `jump`."""
+    """Return step -> factor of the learning rate, at most 1 except for `jump`."""
     warm, at, growth = r.randint(10, 80), r.randint(40, max(41, steps - 60)), r.uniform(20, 300)
     factor = r.choice([3.0, 10.0, 30.0])
     period = r.randint(60, 150)
@@ -107,7 +107,7 @@ def make_schedule(kind: str, steps: int, r: random.Random) -> Callable[[int], fl
 
 
 class Round(torch.autograd.Function):
-    """Through a narrower number format and back, values and gradients alike."""
+    """Rounds through a narrower number format, values and gradients alike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,14 +120,14 @@ class Round(torch.autograd.Function):
 
 
 def round_layers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every layer's output, and the gradient that comes back through it, in `dtype`."""
+    """Round every layer's output, and the gradient that comes back through it, to `dtype`."""
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_hook(lambda m, i, out: Round.apply(out, dtype))
 
 
 class Tap:
-    """A rule that writes down each Reading and says nothing."""
+    """A rule that records each Reading and reports nothing."""
 
     name = "tap"
 
@@ -147,7 +147,7 @@ class Tap:
 
 
 def take_row(reading: Reading) -> tuple[float, ...]:
-    """The numbers of `COLUMNS`; NaN for what this step did not measure."""
+    """Return the numbers of `COLUMNS`; NaN for what this step did not measure."""
     cells, norm = reading.gradients.cells, reading.finite_grad_norm
     norms, peaks = cells[0::5], cells[1::5]
     top = max(norms, default=0.0) / norm if norm > 0 else 0.0
@@ -172,7 +172,7 @@ OFF = tuple(rule.name for rule in standard_rules(DetectConfig()))
 
 
 def make_config(setup: Mapping[str, Any], tap: Tap) -> GuardConfig:
-    """A Guard that only looks; bad steps are skipped, as always."""
+    """Return the settings of a Guard that only watches; bad steps are skipped, as always."""
     clip = {"none": None, "zclip": ZClip(max_norm=None)}.get(setup["clip"], FixedNorm(max_norm=setup["max_norm"]))
     return GuardConfig(
         clip=clip,
@@ -185,7 +185,7 @@ def make_config(setup: Mapping[str, Any], tap: Tap) -> GuardConfig:
 
 
 def train(setup: Mapping[str, Any], change: Callable[[GuardConfig], GuardConfig] = lambda config: config) -> np.ndarray:
-    """One run: float32 [steps, columns]. Ends early when nothing can be learnt from it any more."""
+    """Train once; return float32 [steps, columns]. Ends early once the run has nothing more to teach."""
     torch.manual_seed(setup["seed"])
     r = random.Random(setup["seed"])
     program = PROGRAMS[setup["program"]]()
@@ -231,19 +231,19 @@ def run_steps(guard: Guard, program: Program, setup: Mapping[str, Any], tap: Tap
 
 
 class Edges:
-    """Where things break: log rate = the optimizer's + the program's; moves down when a run breaks, up when not."""
+    """Estimates critical rates: log rate = the optimizer's + the program's; unstable runs lower it, others raise it."""
 
     def __init__(self) -> None:
         self._programs = {name: EDGES.get(name, 0.6) for name in PROGRAMS}
         self._optimizers = {name: math.log(rate) for name, (rate, _) in OPTIMIZERS.items()}
 
     def draw(self, program: str, optimizer: str, r: random.Random) -> float:
-        """A learning rate: most of them around the edge, the others from well below it to above."""
+        """Draw a learning rate: most near the critical rate, the others from well below it to above."""
         spread = r.gauss(0.4, 0.9) if r.random() < 0.6 else r.uniform(-5.0, 2.0)
         return math.exp(self._programs[program] + self._optimizers[optimizer] + spread)
 
     def learn(self, program: str, optimizer: str, rate: float, *, broke: bool) -> None:
-        """Move the guess, most for a run that says most: one that broke below it, or did not break above it."""
+        """Move the estimate, most after an informative run: unstable below it, or stable above it."""
         distance = math.log(rate) - self._programs[program] - self._optimizers[optimizer]
         move = -0.8 / (1.0 + math.exp(2.0 * distance)) if broke else 1.2 / (1.0 + math.exp(-2.0 * distance))
         self._programs[program] = min(self._programs[program] + move, 6.0)
@@ -251,7 +251,7 @@ class Edges:
 
 
 def draw_setup(r: random.Random, edges: Edges) -> dict[str, Any]:
-    """Everything about one run."""
+    """Draw everything about one run."""
     program, optimizer = r.choice(list(PROGRAMS)), r.choice(list(OPTIMIZERS))
     precision = r.choices(["fp32", "bf16", "fp16"], [0.6, 0.2, 0.2])[0]
     schedules = {"constant": 5, "warmup": 4, "cosine": 3, "rise": 3, "ramp": 3, "drop": 1, "restarts": 1, "jump": 1}
@@ -278,7 +278,7 @@ def draw_setup(r: random.Random, edges: Edges) -> dict[str, Any]:
 
 
 def cut(rows: np.ndarray, onset: int | None) -> np.ndarray:
-    """What is kept: all of a stable run, and of another a little more than up to its onset; 13 bits of each number."""
+    """Return what is kept: all of a stable run, an unstable one until just after its onset; 13 bits per number."""
     kept = np.ascontiguousarray(rows if onset is None else rows[: onset + AFTER])
     odd = ~np.isfinite(kept)
     rounded = (kept.view(np.uint32) & LOW_BITS).view(np.float32)
@@ -286,7 +286,7 @@ def cut(rows: np.ndarray, onset: int | None) -> np.ndarray:
 
 
 def make_runs(seed: int) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-    """Runs without end."""
+    """Yield runs forever."""
     r, edges = random.Random(seed), Edges()
     while True:
         setup = draw_setup(r, edges)
@@ -294,12 +294,12 @@ def make_runs(seed: int) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
         rows = train(setup)
         onset = find_onset(rows[:, 0].astype(float), rows[:, 1].astype(float), rows[:, 4].astype(float))
         edges.learn(setup["program"], setup["optimizer"], setup["rate"], broke=onset is not None)
-        told = {"onset": onset, "num_steps": len(rows), "seconds": round(time.perf_counter() - start, 3)}
-        yield {**setup, **told}, cut(rows, onset)
+        outcome = {"onset": onset, "num_steps": len(rows), "seconds": round(time.perf_counter() - start, 3)}
+        yield {**setup, **outcome}, cut(rows, onset)
 
 
 def write_chunk(path: Path, setups: list[dict[str, Any]], rows: list[np.ndarray]) -> int:
-    """Column by column, which compresses best; returns the file's size."""
+    """Write column by column, which compresses best; return the file's size."""
     table = np.concatenate(rows)
     lengths = np.array([len(one) for one in rows], dtype=np.int32)
     columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
@@ -311,7 +311,7 @@ def write_chunk(path: Path, setups: list[dict[str, Any]], rows: list[np.ndarray]
 
 
 def work(worker: int, seed: int, seconds: float, max_bytes: int, out: Path) -> None:
-    """One process: runs until the time or the room is used up; every chunk that is written is whole."""
+    """Run one process until the time or the space is used up; every written chunk is complete."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     np.seterr(all="ignore")
@@ -332,11 +332,11 @@ def work(worker: int, seed: int, seconds: float, max_bytes: int, out: Path) -> N
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long each worker makes runs")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long each worker runs")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--max-mb", type=float, default=36.0, help="room for all traces together")
+    parser.add_argument("--max-mb", type=float, default=36.0, help="space for all traces")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     room = int(arguments.max_mb * 1e6 / arguments.workers)

@@ -1,7 +1,7 @@
-"""Tiny training programs: an architecture and a task each, with a loss above 0, a step in about a millisecond.
+"""Tiny training programs: each has an architecture and a task, a loss above 0, and a step of about a millisecond.
 
-`PROGRAMS` maps a name to a function of nothing that makes one `Program` under torch's current seed. `HELD_OUT` names
-those that no model is ever trained on: neither their architecture nor their task occurs among the others.
+`PROGRAMS` maps a name to a function without arguments that makes one `Program` under torch's current seed. `HELD_OUT`
+names those that no model is ever trained on: neither their architecture nor their task occurs among the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELD_OUT = ("adding_rnn", "gan", "contrastive", "vae", "mixer", "graph")
 
 @dataclass(frozen=True)
 class Program:
-    """A model, what its batches are made of, and the loss of one batch; the first tensor of a batch is its input."""
+    """A model, the data of its batches, and the loss of one batch; the first tensor of a batch is its input."""
 
     model: nn.Module
     draw: Draw
@@ -29,7 +29,7 @@ class Program:
 
 
 def stack(widths: list[int], activation: type[nn.Module]) -> nn.Sequential:
-    """Linear layers with an activation between them."""
+    """Return linear layers with an activation between them."""
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(widths)):
         layers += [nn.Linear(a, b), *([activation()] if i < len(widths) - 2 else [])]
@@ -37,12 +37,12 @@ def stack(widths: list[int], activation: type[nn.Module]) -> nn.Sequential:
 
 
 def pick(*choices: float) -> float:
-    """One of them, under torch's seed."""
+    """Pick one under torch's seed."""
     return choices[int(torch.randint(len(choices), ()))]
 
 
 def clusters(num_classes: int, width: int, spread: float, noise: float) -> Draw:
-    """Points around centres; a share of the labels is wrong."""
+    """Points around centres; some of the labels are wrong."""
     centres = torch.randn(num_classes, width)
 
     def draw(n: int) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ def clusters(num_classes: int, width: int, spread: float, noise: float) -> Draw:
 
 
 def images(num_classes: int, size: int, noise: float) -> Draw:
-    """Patterns of one channel, shifted and noisy."""
+    """Patterns with one channel, shifted and noisy."""
     patterns = torch.randn(num_classes, 1, size, size)
 
     def draw(n: int) -> tuple[Tensor, ...]:
@@ -67,15 +67,15 @@ def images(num_classes: int, size: int, noise: float) -> Draw:
 
 
 def classify(model: nn.Module) -> Callable[..., Tensor]:
-    """Cross entropy of what the model puts out."""
+    """Return the cross entropy of the model's output."""
     return lambda x, y: F.cross_entropy(model(x), y)
 
 
-# --- programs to learn from ------------------------------------------------------------------------------------------
+# --- training programs -----------------------------------------------------------------------------------------------
 
 
 def mlp_regression() -> Program:
-    """A wider network's outputs."""
+    """Fit the outputs of a wider network."""
     width = int(pick(8, 16, 32))
     teacher, model = stack([width, 32, 1], nn.Tanh), stack([width, 32, 32, 1], nn.ReLU)
     noise = pick(0.0, 0.1, 0.5)
@@ -94,13 +94,13 @@ def mlp_classes() -> Program:
 
 
 def deep_tanh() -> Program:
-    """Ten layers, no normalisation."""
+    """Ten layers without normalisation."""
     model = stack([16, *[24] * 9, 4], nn.Tanh if pick(0, 1) else nn.SiLU)
     return Program(model, clusters(4, 16, pick(0.5, 1.5), 0.05), classify(model))
 
 
 def deep_linear() -> Program:
-    """A product of matrices that should become one; gradients grow with a power of the weights."""
+    """A product of matrices that should become the target matrix; gradients grow with a power of the weights."""
     depth = int(pick(3, 4, 5))
     target = torch.randn(8, 8) / math.sqrt(8)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(depth)])
@@ -148,7 +148,7 @@ class Attention(nn.Module):
 
 
 class Language(nn.Module):
-    """Next token of a Markov chain."""
+    """Predict the next token of a Markov chain."""
 
     def __init__(self, vocabulary: int, width: int, depth: int, *, norm: bool) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def transformer() -> Program:
 
 
 def autoencoder() -> Program:
-    """A few hidden factors through a narrow layer."""
+    """Pass a few hidden factors through a narrow layer."""
     mix = torch.randn(4, 24)
     model = stack([24, 16, 4, 16, 24], nn.ReLU if pick(0, 1) else nn.Tanh)
 
@@ -200,7 +200,7 @@ class Gated(nn.Module):
 
 
 def gru_memory() -> Program:
-    """Say the first symbol after six steps of noise."""
+    """Repeat the first symbol after six steps of noise."""
     model = Gated()
 
     def draw(n: int) -> tuple[Tensor, ...]:
@@ -213,7 +213,7 @@ def gru_memory() -> Program:
 
 
 def value_learning() -> Program:
-    """Values learnt from their own estimates, off policy: the estimates can feed themselves."""
+    """Learn values from their own estimates, off policy: the estimates can feed back on themselves."""
     model = stack([6, 24, 1], nn.Tanh) if pick(0, 1) else stack([6, 24, 24, 1], nn.ReLU)
     discount, push = pick(0.8, 0.95, 0.99), pick(1.0, 1.1, 1.3)
     move = push * torch.linalg.qr(torch.randn(6, 6))[0]
@@ -267,7 +267,7 @@ def ratings() -> Program:
     return Program(model, draw, lambda pairs, y: F.mse_loss(model(pairs), y))
 
 
-# --- programs that are held out --------------------------------------------------------------------------------------
+# --- held-out programs -----------------------------------------------------------------------------------------------
 
 
 class Plain(nn.Module):
@@ -314,7 +314,7 @@ class Adversaries(nn.Module):
 
 
 def gan() -> Program:
-    """Points on a ring."""
+    """Generate points on a ring."""
     model = Adversaries()
 
     def draw(n: int) -> tuple[Tensor, ...]:
@@ -377,7 +377,7 @@ def vae() -> Program:
 
 
 class Mixer(nn.Module):
-    """Patches mixed over places, then over channels; residual."""
+    """Mixes patches over positions, then over channels; residual."""
 
     def __init__(self, *, norm: bool) -> None:
         super().__init__()
@@ -396,7 +396,7 @@ class Mixer(nn.Module):
 
 
 def mixer() -> Program:
-    """Which of six shapes was drawn, at a random brightness."""
+    """Classify which of six shapes was drawn, at a random brightness."""
     model = Mixer(norm=bool(pick(0, 1)))
     grid = torch.linspace(-1, 1, 8)
     shapes = torch.stack([((i + 1) * (grid[:, None] * math.cos(i) + grid * math.sin(i))).sin() for i in range(6)])
@@ -410,7 +410,7 @@ def mixer() -> Program:
 
 
 class Graph(nn.Module):
-    """Three rounds of messages between neighbours, summed up and not averaged."""
+    """Three rounds of messages between neighbours, summed and not averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,7 +425,7 @@ class Graph(nn.Module):
 
 
 def graph() -> Program:
-    """How many pairs of neighbours are alike."""
+    """Sum how similar neighbours are."""
     model = Graph()
 
     def draw(n: int) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""What the forecast is compared with: rules of one number. A run's finite losses and norms -> a score for each step.
+"""Rules of one number that the forecast is compared with. They score each step from a run's finite losses and norms.
 
-They are judged as the forecast is, with a threshold chosen on the same programs for the same false alarms. A score
-looks at this step and those before it only.
+They are rated like the forecast, each with a threshold chosen on the same programs for the same false alarms. A score
+uses only this step and those before it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from traces import Run, Steps
 
 Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
 FEWEST = 12
-"""Values that a window must hold before its spread means anything."""
+"""Values that a window needs before its spread is meaningful."""
 
 
 def look_back(values: np.ndarray, window: int) -> np.ndarray:
-    """[steps, window]: the values before each step, NaN where there were none yet."""
+    """Return [steps, window]: the values before each step, NaN before the start."""
     padded = np.concatenate([np.full(window, np.nan), values])
     return np.lib.stride_tricks.sliding_window_view(padded, window)[: len(values)]
 
 
 def deviate(values: np.ndarray, window: int, least: float) -> np.ndarray:
-    """Standard deviations above the mean of the `window` values before; 0 while they are few."""
+    """Return standard deviations above the mean of the `window` values before; 0 while there are too few."""
     past = look_back(values, window)[FEWEST:]
     score = (values[FEWEST:] - np.nanmean(past, axis=1)) / np.maximum(np.nanstd(past, axis=1), least)
     return np.concatenate([np.zeros(len(values[:FEWEST])), score])
 
 
 def average(values: np.ndarray, num_steps: float) -> np.ndarray:
-    """Exponential average over about this many steps."""
+    """Return an exponential average over about this many steps."""
     share, smooth = 1.0 / num_steps, values[:1].tolist()
     for value in values[1:].tolist():
         smooth.append(smooth[-1] + share * (value - smooth[-1]))
@@ -45,7 +45,7 @@ def cusum_of_norm(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
 
 
 def norm_threshold(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """The norm itself: one threshold for all, as `if norm > 100`."""
+    """The norm itself: one threshold for all runs, like `if norm > 100`."""
     return norms
 
 
@@ -56,18 +56,18 @@ def norm_over_median(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
 
 
 def loss_above_best(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """A moving average of the loss over the lowest that it ever was."""
+    """A moving average of the loss over its lowest value so far."""
     smooth = average(losses, 4)
     return smooth / np.maximum(np.minimum.accumulate(smooth), 1e-12)
 
 
 def loss_deviations(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """Standard deviations above the mean of the last 128 losses, as OLMo-core counts."""
+    """Standard deviations above the mean of the last 128 losses, as in OLMo-core."""
     return deviate(losses, 128, 1e-12)
 
 
 def loss_trend(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """An average of the log loss over 4 steps less one over 32."""
+    """An average of the log loss over 4 steps minus one over 32."""
     logs = np.log(np.maximum(losses, 1e-12))
     return average(logs, 4) - average(logs, 32)
 
@@ -83,13 +83,13 @@ RIVALS: dict[str, Score] = {
 
 
 def score_rival(rival: Score, runs: list[Run], steps: Steps) -> np.ndarray:
-    """The rival's score at each of the judged steps; steps that are not finite are kept from it."""
+    """Return the rival's score at each of the judged steps; it never sees non-finite steps."""
     scores = np.zeros(len(steps.run))
     borders = np.flatnonzero(np.diff(steps.run, prepend=-1, append=-1))
     for begin, end in itertools.pairwise(borders):
         rows = runs[steps.run[begin]].rows[: steps.step[end - 1] + 1].astype(float)
         good = np.isfinite(rows[:, 0]) & np.isfinite(rows[:, 1]) & (rows[:, 5] == 0)
-        told = np.zeros(len(rows))
-        told[good] = rival(rows[good, 0], rows[good, 1])
-        scores[begin:end] = told[steps.step[begin:end]]
+        run_scores = np.zeros(len(rows))
+        run_scores[good] = rival(rows[good, 0], rows[good, 1])
+        scores[begin:end] = run_scores[steps.step[begin:end]]
     return scores

@@ -1,8 +1,8 @@
-"""Traces on disk -> Readings again -> what the shipped `Indicators` make of them, with the answer for each step.
+"""Turns traces on disk into Readings, and these into the shipped `Indicators`, with the answer for each step.
 
-A step counts from the moment the indicators are warm until the onset; of a stable run the last `horizon` steps are left
-out, since nobody knows what would have come. A step is positive when the onset lies within the next `horizon` steps. A
-run whose onset follows an injected outlier batch within `INJECTED` steps is left out: no one can foresee that.
+Steps count from the moment the indicators are warm until the onset; the last `horizon` steps of a stable run are left
+out, since what follows is unknown. A step is positive when the onset is within the next `horizon` steps. A run whose
+onset follows an injected outlier batch within `INJECTED` steps is left out: nothing could have foreseen it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CELLS = {"adam_rms": 6, "update_norm": 7, "ratio": 8}
 
 @dataclass(frozen=True)
 class Run:
-    """One training: how it was set up, what was measured, when it became unstable."""
+    """One training: its setup, its measurements, and when it became unstable."""
 
     setup: dict[str, Any]
     rows: np.ndarray
@@ -34,7 +34,7 @@ class Run:
 
     @property
     def onset(self) -> int | None:
-        """The step at which it became unstable."""
+        """Step at which it became unstable."""
         onset: int | None = self.setup["onset"]
         return onset
 
@@ -43,12 +43,12 @@ class Run:
         return str(self.setup["program"])
 
     def count_steps(self, horizon: int) -> int:
-        """Steps before which it is known whether they are healthy."""
+        """Return the number of steps that are known to be healthy or not."""
         return max(0, len(self.rows) - horizon) if self.onset is None else self.onset
 
 
 def load_runs(folder: Path) -> list[Run]:
-    """All runs of a folder that are fit to be learnt from."""
+    """Load all runs of a folder that are usable for training."""
     runs = [run for path in sorted(folder.glob("traces-*.npz")) for run in _read_chunk(path)]
     return [run for run in runs if not _is_injected(run)]
 
@@ -68,7 +68,7 @@ def _is_injected(run: Run) -> bool:
 
 
 def make_reading(step: int, row: list[float]) -> Reading:
-    """What the Guard measured at this step, as far as the trace holds it."""
+    """Return what the Guard measured at this step, as far as the trace has it."""
     loss, norm, coefficient, rate, scale, skipped, rms, update, ratio = row[:9]
     bad = int(not math.isfinite(norm))
     return Reading(
@@ -105,7 +105,7 @@ class Steps:
 
 
 def measure_steps(runs: list[Run], horizon: int) -> Steps:
-    """Ask the indicators about every step of every run."""
+    """Compute the indicators at every step of every run."""
     indicators, which, steps, left = [], [], [], []
     for index, run in enumerate(runs):
         watch, end = Indicators(), run.count_steps(horizon)

@@ -1,11 +1,14 @@
-"""What do the peers see of four faults, what reaches the weights, whom do they name, and what does watching cost?
+"""What do the peers notice of four faults, what reaches the weights, what do they name, and what does watching cost?
 
 Each installed peer trains the same small model (subject.py), which one batch breaks in a known op on a known line.
-Noticed: it raised, or said something at that step that it does not say on healthy ones. Saved: no weight is NaN or Inf
-afterwards. Goes on: it did not raise, and still trains at the end. Named: op, line, module, sample stand in its own
-words. Cost: processor time of a healthy step of a GPT of 10M parameters against `clip_grad_norm_` + step, one thread,
-medians of rounds in which all take turns; processes that a peer starts are not in it.
-Peers that are not installed are left out; `environment.py` installs them in an environment of their own and runs this.
+Noticed: it raised an error, or reported something at that step that it does not report on healthy ones. Saved: no
+weight is NaN or Inf afterwards. Continues: it did not raise, and still trains at the end. Named: op, line, module and
+sample appear in its own output. Cost: processor time of a healthy step of a 10M-parameter GPT, relative to
+`clip_grad_norm_` + step, on one thread; medians of rounds in which all take turns; processes that a peer starts are not
+counted.
+
+Peers that are not installed are left out; `environment.py` installs them in a separate environment and runs this
+program there.
 
     python benchmarks/peers/environment.py [-q]        or here: python benchmarks/peers/compare.py [--quick]
 """
@@ -42,7 +45,7 @@ QUESTIONS = ("op", "line", "module", "sample")
 
 @contextlib.contextmanager
 def listen() -> Iterator[io.StringIO]:
-    """Everything that is said meanwhile: prints, logs, warnings."""
+    """Collect all output: prints, logs, warnings."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     logging.getLogger().addHandler(handler)
@@ -55,7 +58,7 @@ def listen() -> Iterator[io.StringIO]:
 
 
 def ask(name: str, way: str) -> dict[str, Any]:
-    """One peer, one fault."""
+    """Run one peer on one fault."""
     torch.manual_seed(0)
     model = Net(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -68,7 +71,7 @@ def ask(name: str, way: str) -> dict[str, Any]:
                 try:
                     step(compute_loss, batch)
                 except Exception:
-                    if number < FAULT:  # wired wrongly: that is ours, not the peer's
+                    if number < FAULT:  # the wiring is wrong: our fault, not the peer's
                         raise
                     raised = True
                     heard.write(traceback.format_exc(limit=1))
@@ -90,7 +93,7 @@ def ask(name: str, way: str) -> dict[str, Any]:
 def time_peers(
     names: list[str], *, rounds: int, quick: bool, middle: Callable[[list[float]], float] = statistics.median
 ) -> dict[str, float]:
-    """A healthy step's processor time, which other programs disturb least, against that of the first of `names`."""
+    """Time a healthy step, relative to the first of `names`, in processor time, which other programs affect least."""
     size = (64, 2, 512) if quick else SHAPES["10M"]
     torch.manual_seed(0)
     base = GPT(*size, heads=8, context=128)
@@ -106,7 +109,7 @@ def time_peers(
             for name, step in steps.items():
                 start = time.process_time()
                 step(loss_of, ids)
-                if number:  # the first warms up
+                if number:  # the first round warms up
                     times[name].append(time.process_time() - start)
         for step in steps.values():
             close(step)
@@ -120,7 +123,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compare_symile(*, quick: bool) -> dict[str, Any]:
-    """symile's loss over all combinations of three modalities beside ours: the same number, and its time."""
+    """Compare symile's loss over all combinations of three modalities with ours: the same number, and its time."""
     try:
         from symile import Symile
     except ImportError:
@@ -148,23 +151,23 @@ def compare_symile(*, quick: bool) -> dict[str, Any]:
 
 
 def show(rows: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     print(f"\n{'':44}{'noticed':>8}{'saved':>8}{'goes on':>9}{'op':>5}{'line':>6}{'module':>8}{'sample':>8}{'cost':>9}")
     for name, row in rows.items():
         counts = [row["counts"][key] for key in ("noticed", "saved", "goes_on", *QUESTIONS)]
         cells = "".join(f"{count:>{width}}" for count, width in zip(counts, (8, 8, 9, 5, 6, 8, 8)))
         print(f"{name:44}{cells}{row['cost']:>8.2f}x   {row['source']}")
-    print(f"of {len(FAULTS)} faults each; the cost is a healthy step's against clip_grad_norm_ + step")
+    print(f"of {len(FAULTS)} faults each; the cost is that of a healthy step, relative to clip_grad_norm_ + step")
 
 
 def count(answers: dict[str, Any]) -> dict[str, int]:
-    """How many of the faults were noticed, kept from the weights, survived, and named."""
-    told = {key: sum(one[key] for one in answers.values()) for key in ("noticed", "saved", "goes_on")}
-    return told | {key: sum(one["names"][key] for one in answers.values()) for key in QUESTIONS}
+    """Count how many of the faults were noticed, kept out of the weights, survived, and named."""
+    counts = {key: sum(one[key] for one in answers.values()) for key in ("noticed", "saved", "goes_on")}
+    return counts | {key: sum(one["names"][key] for one in answers.values()) for key in QUESTIONS}
 
 
 def main() -> None:
-    """Ask, time, print, write."""
+    """Run, time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model is timed, briefly; nothing is written")
     quick = parser.parse_args().quick
@@ -178,13 +181,13 @@ def main() -> None:
     for name in names:
         answers = {fault: ask(name, way) for fault, way in FAULTS.items()}
         rows[name] = {"source": find_source(name), "counts": count(answers), "faults": answers}
-        print(f"  {name}: asked", flush=True)
+        print(f"  {name}: done", flush=True)
     for name, cost in time_peers(names, rounds=5 if quick else 15, quick=quick).items():
         rows[name]["cost"] = cost
     show(rows)
     symile = compare_symile(quick=quick)
     if symile:
-        print(f"\nsymile beside our multiway loss: {symile}")
+        print(f"\nsymile and our multiway loss: {symile}")
     results = {"num_faults": len(FAULTS), "missing": missing, "peers": rows, "symile": symile}
     print("written:", write_results("peers", results, quick=quick))
 

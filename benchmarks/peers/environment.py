@@ -1,8 +1,8 @@
-"""An environment of their own for the peers -> the comparison, run there.
+"""Creates a separate environment for the peers and runs the comparison there.
 
-It lies in a cache folder ($XDG_CACHE_HOME or ~/.cache, then steadygrad/peers; or --folder), uses the torch of this
-environment instead of loading another, and holds what requirements.txt pins. Nothing here is changed. What pip cannot
-install is said, and the comparison goes on without it.
+It is created in a cache folder ($XDG_CACHE_HOME or ~/.cache, then steadygrad/peers; or --folder), uses the torch of the
+current environment instead of downloading another, and contains what requirements.txt pins. The current environment is
+not changed. Packages that pip cannot install are reported, and the comparison runs without them.
 
     python benchmarks/peers/environment.py [--folder DIR] [--harm | --silent | --traincheck] [-q]
 """
@@ -20,34 +20,34 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 KEPT = ("torch", "numpy")
-"""What the peers must take as it is here."""
+"""Packages that the peers must use as installed here."""
 PROGRAMS = {
     "harm": ("harm.py", "what they do to healthy trainings"),
     "silent": ("silent.py", "which errors that never crash they notice"),
     "traincheck": ("traincheck_runs.py", "which of those TrainCheck notices; takes an hour"),
 }
-"""What is run instead of compare.py."""
+"""Programs that can run instead of compare.py."""
 
 
 def find_cache() -> Path:
-    """The folder that the environment is made in."""
+    """Return the folder of the environment."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steadygrad" / "peers"
 
 
 def make_environment(folder: Path) -> Path:
-    """A venv that sees this one's packages behind its own; its python."""
+    """Create a venv that falls back to the current packages; return its python."""
     python = folder / "bin" / "python"
     if not python.is_file():
         venv.create(folder, with_pip=True, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    # Own packages come first on the path: what is installed there wins over what is here.
+    # The venv's packages come first on the path, so what is installed there wins.
     link = folder / "lib" / version / "site-packages" / "zz_this_environment.pth"
     link.write_text("\n".join(site.getsitepackages()) + "\n", encoding="utf-8")
     return python
 
 
 def install(python: Path, folder: Path) -> list[str]:
-    """Install each peer; those that pip could not."""
+    """Install each peer; return those that pip could not install."""
     pins = folder / "constraints.txt"
     pins.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in KEPT), encoding="utf-8")
     lines = (HERE / "requirements.txt").read_text(encoding="utf-8").splitlines()
@@ -61,10 +61,10 @@ def install(python: Path, folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Make, install, run; the comparison's exit code."""
+    """Create, install, run; return the comparison's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=find_cache(), help="where the environment is made")
-    parser.add_argument("-q", dest="quick", action="store_true", help="what the comparison calls quick")
+    parser.add_argument("--folder", type=Path, default=find_cache(), help="where to create the environment")
+    parser.add_argument("-q", dest="quick", action="store_true", help="pass --quick to the comparison")
     parser.set_defaults(program="compare.py")
     for name, (program, about) in PROGRAMS.items():
         parser.add_argument(f"--{name}", dest="program", action="store_const", const=program, help=about)

@@ -1,13 +1,13 @@
-"""What do the peers do to trainings that are healthy? Every scenario of tests/healthy, with each peer at its defaults.
+"""What do the peers do to healthy trainings? Every scenario of tests/healthy, with each peer at its defaults.
 
-Stopped: it raised an exception that the plain run does not have. Steps withheld: it skipped or undid a step. Weights
-changed: the last weights are not the plain run's to the bit; clipping does that by design. Missed: the run no longer
-came to what it was written to show, such as a reward that rises or a loss that falls. Warned: it said that something is
-wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms. A
-Guard is there twice: at its defaults, which clip, and without, from the results of benchmarks/harm.py.
+Stopped: it raised an exception that the plain run does not raise. Steps withheld: it skipped or undid a step. Weights
+changed: the final weights are not bit-identical to the plain run's; clipping changes them by design. Missed: the run no
+longer reached what it was written to show, such as a rising reward or a falling loss. Warned: it reported a problem.
+One run of each scenario, one seed. A peer that only watches changes nothing, and is rated by its alarms. The Guard has
+two rows: with its defaults, which clip, and without clipping, from the results of benchmarks/harm.py.
 
-TrainCheck is not among them: it acts on nothing, and needs a trace of a good run of the same program to begin with;
-traincheck_runs.py has what it says of healthy programs.
+TrainCheck is not included: it does not act, and needs a trace of a good run of the same program first;
+traincheck_runs.py has its results on healthy programs.
 
     python benchmarks/peers/environment.py --harm
     python benchmarks/peers/harm.py [--only NAME] [--every N] [--peer PEER] [--quick]        here, with those installed
@@ -47,7 +47,7 @@ QUICK = ("class_incremental", "gan_of_two_guards", "catapult")
 
 
 def try_peer(scenario: Scenario, plain: Ending, kind: type[Peer]) -> dict[str, Any]:
-    """One scenario with one peer."""
+    """Run one scenario with one peer."""
     loops: list[PeerLoop] = []
 
     def make_loop(model: nn.Module, optimizer: Any, **options: Any) -> PeerLoop:
@@ -65,7 +65,7 @@ def try_peer(scenario: Scenario, plain: Ending, kind: type[Peer]) -> dict[str, A
 
 
 def try_guard(scenario: Scenario, plain: Ending) -> dict[str, Any]:
-    """One scenario on Guards at their defaults, clipping included."""
+    """Run one scenario on Guards with their defaults, including clipping."""
     ending = scenario.train(config=GuardConfig())
     return judge(ending, plain, withheld=bool(ending.actions), warned=bool(ending.warnings))
 
@@ -83,8 +83,8 @@ def judge(ending: Ending, plain: Ending, *, withheld: bool, warned: bool) -> dic
 
 
 def try_all(name: str, only: str | None = None) -> dict[str, dict[str, Any]]:
-    """One scenario, with every peer that is installed, or with one."""
-    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+    """Run one scenario with every installed peer, or with one."""
+    torch.set_num_threads(1)  # tensors are tiny: a second thread would only wait
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     scenario = SCENARIOS[name]
@@ -94,7 +94,7 @@ def try_all(name: str, only: str | None = None) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Run every scenario with every peer that is installed."""
+    """Run every scenario with every installed peer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="scenarios with this in their names; nothing is written")
     parser.add_argument("--quick", action="store_true", help="three scenarios, nothing written")
@@ -122,7 +122,7 @@ def main() -> int:
 
 
 def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Counts over all scenarios, and the names of those that came to harm."""
+    """Return counts over all scenarios, and the names of those that were harmed."""
     ways = list(next(iter(runs.values())))
     peers = {
         way: {
@@ -136,7 +136,7 @@ def summarise(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def keep_others(found: dict[str, Any]) -> dict[str, Any]:
-    """Put the new row into the results that are there, which must be of the same scenarios."""
+    """Add the new row to the existing results, which must be of the same scenarios."""
     before = json.loads((RESULTS / "peers_harm.json").read_text(encoding="utf-8"))["results"]
     if before["scenarios"] != found["scenarios"]:
         raise ValueError("The results in peers_harm.json are of other scenarios. Run all peers, without --peer.")

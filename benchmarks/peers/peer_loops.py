@@ -1,7 +1,7 @@
-"""The peers in the plain loop of a small training, each wired as its documentation says, at its defaults.
+"""The peers in the plain loop of a small training, each wired as documented, at its defaults.
 
-harm.py and silent.py hand these loops to trainings that are written for a Guard. What a peer does to the steps and what
-it reports is counted; a peer that raises ends the training.
+harm.py and silent.py pass these loops to trainings that are written for a Guard. They count what a peer does to the
+steps and what it reports; a peer that raises ends the training.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Peer:
         self.model, self.optimizers = model, optimizers
 
     def clip(self) -> None:
-        """Between backward and step; gradients are unscaled."""
+        """Act between backward and step; gradients are unscaled."""
 
     def step(self, index: int, loss: Tensor | None) -> None:
-        """The step of one optimizer."""
+        """Step one optimizer."""
         self.optimizers[index].step()
 
     def watch(self, loss: Tensor) -> None:
-        """After the step."""
+        """Observe after the step."""
 
 
 class ClipGradNorm(Peer):
@@ -84,7 +84,7 @@ class StabilityGuard(Peer):
 
 
 class TrainPulse(Peer):
-    """Its alerts, without those about slow steps: other programs of the machine cause them in milliseconds' steps."""
+    """Its alerts, except those about slow steps: in steps of milliseconds, other programs on the machine cause them."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], folder: Path) -> None:
         from trainpulse import TrainingCallback
@@ -110,7 +110,7 @@ PEERS: dict[str, type[Peer]] = {
     "stabilityguard GuardedOptimizer": StabilityGuard,
     "trainpulse": TrainPulse,
 }
-"""By their names in wiring.py."""
+"""Peers by their names in wiring.py."""
 
 
 class PeerLoop(PlainLoop):

@@ -1,17 +1,17 @@
 """How many errors that never crash do the peers notice, and how often do they raise a false alarm?
 
-Every case of tests/silent, with its error and without, in the loop of each peer at its defaults. Noticed: it stopped
+Every case of tests/silent, with and without its error, in the loop of each peer at its defaults. Noticed: it stopped
 the training, withheld a step or warned. False alarm: it did so on the healthy twin, or on a program that only looks
-like an error. Told apart: noticed, and the twin was left alone. Clipping says nothing, and notices nothing. The Guard's
-row counts the same cases in the results of benchmarks/silent.py, TrainCheck's comes from traincheck_runs.py.
-`wait_alone` is left out: it makes no step that a peer could look at. The healthy trainings are those of harm.py:
-changed means other bits in the last weights, as every clip that engages makes them; an aim is what the training was
-written to reach.
+like an error. Told apart: noticed, and no alarm on the twin. Clipping reports nothing, so it notices nothing. The
+Guard's row counts the same cases in the results of benchmarks/silent.py; TrainCheck's row comes from
+traincheck_runs.py. `wait_alone` is left out: it takes no step that a peer could look at. The healthy trainings are
+those of harm.py: "changed" means that the final weights have different bits, which every clip that engages causes; the
+goal of a training is what it was written to reach.
 
 The cases are our own, and some of a Guard's rules were written for some of them: its row is not a score on unseen
-errors. The peers judge the loss and the norms of gradients, and most of these programs have healthy ones; many end
-before a peer's warm-up does. So few can be seen that way. The cost is the mean processor time of a step of compare.py's
-GPT against `clip_grad_norm_` + step.
+errors. The peers judge the loss and the gradient norms, which are healthy in most of these programs, and many programs
+end before a peer's warm-up does. So few errors are visible to them. The cost is the mean processor time of a step of
+compare.py's GPT, relative to `clip_grad_norm_` + step.
 
     python benchmarks/peers/environment.py --silent
     python benchmarks/peers/silent.py [--only NAME] [--quick]        here, with the peers that are installed
@@ -58,7 +58,7 @@ COST_ROUNDS = 60
 
 
 class SilentLoop(PeerLoop):
-    """A peer's loop that also learns the loss of a program with its own `backward()`."""
+    """A peer's loop that also receives the loss of a program with its own `backward()`."""
 
     heard: Tensor | None = None
 
@@ -72,7 +72,7 @@ class SilentLoop(PeerLoop):
 
 @contextlib.contextmanager
 def hear_losses(loops: list[SilentLoop]) -> Iterator[None]:
-    """Hand each loss on which `backward()` is called to the loops."""
+    """Pass each loss on which `backward()` is called to the loops."""
     original = torch.Tensor.backward
 
     def backward(loss: Tensor, *args: Any, **options: Any) -> None:
@@ -104,7 +104,7 @@ def train(name: str, loops: list[SilentLoop], way: str, folder: Path, *, bug: bo
 
 
 def train_on_rank(name: str, way: str, bug: bool) -> bool:
-    """Run a case of two ranks on this one; whether the peer has reported anything."""
+    """Run a case of two ranks on this rank; return whether the peer has reported anything."""
     loops: list[SilentLoop] = []
     with tempfile.TemporaryDirectory() as folder, hear_losses(loops), quiet():
 
@@ -127,7 +127,7 @@ def has_alarm(loops: list[SilentLoop]) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what the peers print from the table; their counters are read."""
+    """Keep the peers' output out of the table; their counters are read instead."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
@@ -136,11 +136,11 @@ def quiet() -> Iterator[None]:
 
 
 def ask(name: str, way: str, *, bug: bool) -> bool:
-    """Whether a peer reports anything in one case: a stop, a step withheld, an alarm."""
+    """Return whether a peer reports anything in one case: a stop, a withheld step, an alarm."""
     if name in RANK_KINDS or name == "ranks_that_train_apart":
         try:
             return any(run_ranks(train_on_rank, 2, name, way, bug))
-        except RanksFailed:  # it raised, for the plain ranks do not
+        except RanksFailed:  # it raised, since the plain ranks do not
             return True
     torch.manual_seed(0)
     np.random.seed(0)
@@ -150,25 +150,25 @@ def ask(name: str, way: str, *, bug: bool) -> bool:
         try:
             train(name, loops, way, Path(folder), bug=bug)
         except Exception as error:
-            if way == "torch clip_grad_norm_":  # nothing in it raises: the wiring is wrong
+            if way == "torch clip_grad_norm_":  # nothing in it raises, so the wiring is wrong
                 raise
             print(f"{name}: {way} raised {type(error).__name__}", file=sys.stderr)
             return True
     return has_alarm(loops)
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- the whole comparison ---------------------------------------------------------------------------------------------
 
 
 def judge(name: str, kind: str | None, ways: list[str]) -> dict[str, dict[str, bool | None]]:
-    """One case with every peer: noticed (None: nothing is wrong), and false alarm."""
+    """Judge one case with every peer: noticed (None: there is no error), and false alarm."""
     return {
         way: {"noticed": ask(name, way, bug=True) if kind else None, "alarm": ask(name, way, bug=False)} for way in ways
     }
 
 
 def summarise(cases: dict[str, dict[str, Any]], ways: list[str]) -> dict[str, dict[str, Any]]:
-    """Counts of each peer."""
+    """Return the counts of each peer."""
     return {
         way: {
             "source": find_source(way),
@@ -181,7 +181,7 @@ def summarise(cases: dict[str, dict[str, Any]], ways: list[str]) -> dict[str, di
 
 
 def main() -> int:
-    """Run every case with every peer that is installed, then the cost."""
+    """Run every case with every installed peer, then measure the cost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cases with this in their names; nothing is written")
     parser.add_argument("--quick", action="store_true", help="every twelfth case, nothing written")

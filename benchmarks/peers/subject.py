@@ -1,7 +1,7 @@
-"""The model that the peers are asked about: small, healthy, and with one line that a chosen batch breaks.
+"""The model that the peers train: small, healthy, and with one line that a chosen batch breaks.
 
-Each fault has ground truth: which op, which line of this file, which module, which sample. The faulty batch comes at
-step `FAULT`, after every peer's warm-up; all others are healthy.
+Each fault has ground truth: op, line of this file, module, sample. The faulty batch comes at step `FAULT`, after every
+peer's warm-up; all others are healthy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPS = {"none": r"$^", "divide": r"\baten\.div\b|Div", "overflow": r"\baten\.exp\
 
 
 class Stretch(nn.Module):
-    """Where it breaks."""
+    """The module that breaks."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Net(nn.Module):
 
 
 def compute_loss(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the output that it is made of."""
+    """Return the loss, and the output that it is computed from."""
     output = model(x)
     return F.mse_loss(output, x.nan_to_num().sum(1).tanh()), output
 
 
 def make_batches(way: str) -> Iterator[Tensor]:
-    """Healthy batches, and the faulty one."""
+    """Return healthy batches, and the faulty one."""
     generator = torch.Generator().manual_seed(0)
     for step in range(NUM_STEPS):
         x = torch.randn(BATCH, WIDTH, generator=generator)
@@ -70,14 +70,14 @@ def make_batches(way: str) -> Iterator[Tensor]:
 
 
 def find_line(way: str) -> int:
-    """The line of this file that `way` breaks."""
+    """Return the line of this file that `way` breaks."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {way}"))
 
 
 def names_in(said: str, way: str) -> dict[str, bool]:
-    """What of the truth stands in a peer's own words."""
-    if way == "none":  # the input is to blame: nothing in the model is
+    """Return which parts of the truth appear in a peer's own output."""
+    if way == "none":  # the input is the cause: nothing in the model is
         return {
             "op": bool(re.search(r"\binputs?\b", said)),
             "line": False,

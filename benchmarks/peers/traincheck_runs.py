@@ -1,20 +1,20 @@
 """TrainCheck on errors that never crash, by its documented workflow: trace a good run, infer invariants, check another.
 
 The good run is the healthy twin of the case itself, which favours TrainCheck: its authors learn from other programs.
-Checked are the case with its error and the twin, both from another seed. Noticed: an invariant is violated. False
-alarm: one is violated in the twin. Told apart: the error violates an invariant that the twin does not; beside it, how
-often the twin from a third seed does the same. All options are TrainCheck's defaults. The errors that its authors
-reproduced come first, then every Nth other one until the time is up; cases on several ranks are left out. A command
-that takes longer than five minutes is given up, and its case counted as failed. The healthy trainings of harm.py are
-not tried: most take hundreds of steps, and inferring from the 420 of `steps_no_more` is given up already.
+Both the case with its error and the twin are then checked with another seed. Noticed: an invariant is violated. False
+alarm: one is violated in the twin. Told apart: the error violates an invariant that the twin does not; also counted is
+how often the twin with a third seed does the same. All options are TrainCheck's defaults. The errors that its authors
+reproduced come first, then every Nth of the others until the time is up; cases on several ranks are left out. A command
+that takes longer than five minutes is stopped, and its case counts as failed. The healthy trainings of harm.py are not
+included: most take hundreds of steps, and inferring from the 420 of `steps_no_more` already exceeds the limit.
 
-What it has over a Guard: no rule is written for an error. Where one is told apart, the invariant often names it: with
-`zero_grad()` missing, "Optimizer.zero_grad() always occurs when Adam.step() is called" is violated.
+Its advantage over a Guard: it needs no rule for an error. Where an error is told apart, the invariant often names it:
+if `zero_grad()` is missing, "Optimizer.zero_grad() always occurs when Adam.step() is called" is violated.
 
-TrainCheck rewrites the source of the program that it traces, so each case is written out as one script without
-annotations (its rewriting puts code before `from __future__ import annotations`). The cost is that of a step of the GPT
-of compare.py, traced for the invariants of a smaller one, against the same step without; inferring them from the GPT
-itself was given up after five minutes.
+TrainCheck rewrites the source of the program that it traces, so each case is written as one script without annotations
+(the rewriting puts code before `from __future__ import annotations`). The cost is that of a step of compare.py's GPT,
+traced for the invariants of a smaller one, relative to the same step without tracing; inferring invariants from the GPT
+itself was stopped after five minutes.
 
     python benchmarks/peers/environment.py --traincheck
     python benchmarks/peers/traincheck_runs.py [--every N] [--minutes M] [--only NAME]      where it is installed
@@ -49,10 +49,10 @@ HERE = Path(__file__).parent
 LIMIT = 300
 MOST_WORDS = 300
 WARM_UP = 12
-"""Steps that do not count: TrainCheck traces ten whole ones, then, by default, every tenth."""
+"""Steps that are not counted: TrainCheck traces ten whole ones, then, by default, every tenth."""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 WITHOUT_STEADYGRAD = "Finding = Guard = GuardConfig = Severity = None\n"
-"""Stands in for steadygrad in the case's folder: nothing of ours is traced."""
+"""Replaces steadygrad in the case's folder, so that none of our code is traced."""
 START = """
 import random
 import numpy
@@ -101,7 +101,7 @@ print("seconds", json.dumps(seconds))
 
 
 class WithoutAnnotations(ast.NodeTransformer):
-    """Drops those of functions: they name classes that may not exist yet, once the import from __future__ is gone."""
+    """Removes the annotations of functions: without the __future__ import, they name classes that do not exist yet."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -117,14 +117,14 @@ class WithoutAnnotations(ast.NodeTransformer):
 
 
 def strip(source: str) -> str:
-    """Return a module's source without annotations and without what it does as a script."""
+    """Return a module's source without annotations and without its code as a script."""
     tree = WithoutAnnotations().visit(ast.parse(source))
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))]
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
 
 
 def write_program(folder: Path, name: str, *, bug: bool, seed: int) -> Path:
-    """Write a case as `main.py`, with what it imports beside it."""
+    """Write a case as `main.py`, with the modules that it imports."""
     folder.mkdir()
     if name in program_case.CASES:
         build = program_case.CASES[name].build
@@ -146,43 +146,43 @@ class Failed(Exception):
 
 
 class Workflow:
-    """TrainCheck's commands in a folder, with the seconds that each kind of them took."""
+    """Runs TrainCheck's commands in a folder, and records the seconds of each kind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.invariants = folder, folder / "invariants.json"
         self.seconds: dict[str, float] = {}
 
     def learn(self, main: Path) -> int:
-        """Trace a good run and infer invariants; how many."""
+        """Trace a good run and infer invariants; return how many."""
         trace = self.folder / "reference"
-        self.call("collect a reference", "traincheck-collect", *self.say_program(main), "--output-dir", trace)
+        self.call("collect a reference", "traincheck-collect", *self.spell_program(main), "--output-dir", trace)
         self.call("infer", "traincheck-infer", "-f", trace, "-o", self.invariants)
         return len(self.invariants.read_text(encoding="utf-8").splitlines())
 
     def trace(self, main: Path) -> Path:
         """Trace a program for the invariants."""
         trace = self.folder / f"trace_{main.parent.name}"
-        program = [*self.say_program(main), "--invariants", self.invariants]
+        program = [*self.spell_program(main), "--invariants", self.invariants]
         self.call("collect", "traincheck-collect", *program, "--output-dir", trace)
         return trace
 
     def check(self, main: Path) -> list[str]:
-        """Trace a program and check it: the invariants that it violates, in TrainCheck's words."""
+        """Trace a program and check it; return the violated invariants in TrainCheck's words."""
         trace, found = self.trace(main), self.folder / f"found_{main.parent.name}"
         self.call("check", "traincheck-check", "-f", trace, "-i", self.invariants, "--output-dir", found)
         summaries = [json.loads(path.read_text(encoding="utf-8")) for path in found.rglob("violations_summary.json")]
         return sorted({one["display_name"] for summary in summaries for one in summary["violations"]})
 
     @staticmethod
-    def say_program(main: Path) -> list[str | Path]:
+    def spell_program(main: Path) -> list[str | Path]:
         return ["--pyscript", main, "--models-to-track", "model"]
 
     def call(self, what: str, command: str, *arguments: str | Path) -> None:
-        """Run one command of the environment that this runs in."""
+        """Run one command of the current environment."""
         words = [str(Path(sys.executable).parent / command), *map(str, arguments)]
         start, log = time.monotonic(), self.folder / "log.txt"
         with log.open("w", encoding="utf-8") as output:
-            # A session of its own: what the command starts ends with it.
+            # A separate session, so that processes started by the command end with it.
             process = subprocess.Popen(
                 words, stdout=output, stderr=output, cwd=self.folder, start_new_session=True, env=ENVIRONMENT
             )
@@ -193,30 +193,30 @@ class Workflow:
                 code = process.wait()
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
         if code:
-            printed = re.sub(r"(/[\w.+-]+)+/", "", log.read_text(encoding="utf-8"))[-MOST_WORDS:]  # no folder's name
+            printed = re.sub(r"(/[\w.+-]+)+/", "", log.read_text(encoding="utf-8"))[-MOST_WORDS:]  # no folder names
             raise Failed(f"{command}: {f'gave up after {LIMIT} s' if code < 0 else printed}")
 
 
 def try_case(name: str) -> dict[str, Any]:
-    """One case: what was violated with its error and without, and how long it took."""
+    """Run one case; return what was violated with its error and without, and how long it took."""
     with tempfile.TemporaryDirectory() as folder:
         work = Workflow(Path(folder))
-        told: dict[str, Any] = {"num_invariants": 0, "error": [], "twin": [], "other_twin": [], "failed": ""}
+        result: dict[str, Any] = {"num_invariants": 0, "error": [], "twin": [], "other_twin": [], "failed": ""}
         try:
-            told["num_invariants"] = work.learn(write_program(work.folder / "good", name, bug=False, seed=0))
-            told["twin"] = work.check(write_program(work.folder / "twin", name, bug=False, seed=1))
-            told["other_twin"] = work.check(write_program(work.folder / "other", name, bug=False, seed=2))
-            told["error"] = work.check(write_program(work.folder / "error", name, bug=True, seed=1))
+            result["num_invariants"] = work.learn(write_program(work.folder / "good", name, bug=False, seed=0))
+            result["twin"] = work.check(write_program(work.folder / "twin", name, bug=False, seed=1))
+            result["other_twin"] = work.check(write_program(work.folder / "other", name, bug=False, seed=2))
+            result["error"] = work.check(write_program(work.folder / "error", name, bug=True, seed=1))
         except Failed as failure:
-            told["failed"] = str(failure)
-        return {**told, "seconds": work.seconds}
+            result["failed"] = str(failure)
+        return {**result, "seconds": work.seconds}
 
 
 # --- the cost of a step -----------------------------------------------------------------------------------------------
 
 
 def write_gpt(folder: Path, size: tuple[int, int, int], num_steps: int) -> Path:
-    """A GPT as compare.py trains it, for some steps; prints the CPU seconds of each."""
+    """Write a program that trains compare.py's GPT for some steps and prints the CPU seconds of each."""
     folder.mkdir()
     source = strip((HERE.parent / "models.py").read_text(encoding="utf-8"))
     end = START.format(seed=0) + "torch.set_num_threads(1)\n" + GPT_STEPS.format(size=size, num=num_steps)
@@ -225,13 +225,13 @@ def write_gpt(folder: Path, size: tuple[int, int, int], num_steps: int) -> Path:
 
 
 def read_mean(words: str) -> float:
-    """Mean of the printed seconds after the warm-up."""
+    """Return the mean of the printed seconds after the warm-up."""
     line = next(line for line in words.splitlines() if "seconds" in line)
     return statistics.fmean(json.loads(line[line.index("[") : line.rindex("]") + 1])[WARM_UP:])
 
 
 def measure_cost(num_steps: int = 52) -> dict[str, Any]:
-    """The mean step of the larger GPT, traced for invariants of the smaller one, against the plain one."""
+    """Measure the mean step of the larger GPT, traced for invariants of the smaller one, and the plain step."""
     with tempfile.TemporaryDirectory() as folder:
         work = Workflow(Path(folder))
         try:
@@ -252,18 +252,18 @@ def measure_cost(num_steps: int = 52) -> dict[str, Any]:
     }
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- the whole comparison ---------------------------------------------------------------------------------------------
 
 
 def choose(every: int) -> list[str]:
-    """The errors that TrainCheck's authors reproduced, as far as one process shows them, then each Nth other."""
+    """Choose the errors that TrainCheck's authors reproduced, if one process shows them, then each Nth other."""
     names = [name for name, kind, *_ in list_cases() if kind and name not in RANK_KINDS and name != "wait_alone"]
     first = [name for name in TRAINCHECK.values() if name in names]
     return first + [name for name in names if name not in first][::every]
 
 
 def summarise(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Counts, and the mean seconds of a case that went through."""
+    """Return counts, and the mean seconds of a completed case."""
     done = [one for one in cases.values() if not one["failed"]]
     return {
         "num_cases": len(cases),
@@ -289,12 +289,12 @@ def run_cases(names: list[str], minutes: float) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Run the cases until the time is up, then the cost."""
+    """Run the cases until the time is up, then measure the cost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=5, help="each Nth of the cases that are not TrainCheck's own")
+    parser.add_argument("--every", type=int, default=5, help="every Nth of the other cases, after TrainCheck's own")
     parser.add_argument("--minutes", type=float, default=600.0, help="start no case after this")
     parser.add_argument("--only", help="cases with this in their names; nothing is written")
-    parser.add_argument("--add", action="store_true", help="go on with the cases that the results do not have yet")
+    parser.add_argument("--add", action="store_true", help="run the cases that are missing in the results")
     parser.add_argument("--cost", action="store_true", help="only the cost; the results keep the cases")
     parser.add_argument("--quick", action="store_true", help="one case, nothing written")
     arguments = parser.parse_args()

@@ -1,9 +1,8 @@
 """Each peer in a training step, wired as its own documentation says, at its defaults.
 
-A maker takes model, optimizer and a folder and gives back one whole step: forward, backward, clip at 1.0, step. What a
-peer says on the terminal, in a log, in a warning or by raising is read by compare.py; nothing is asked of it that it
-does not say by itself. A peer that is not installed is left out; `reimplemented` marks a rule that we wrote
-because its package cannot be installed beside this torch.
+A maker takes model, optimizer and a folder and returns one whole step: forward, backward, clip at 1.0, step. compare.py
+reads what a peer reports by itself: on the terminal, in a log, in a warning or by raising. A peer that is not installed
+is left out; `reimplemented` marks a rule that we wrote because its package cannot be installed with this torch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Make = Callable[[nn.Module, Optimizer, Path], Step]
 
 
 def apply_gradients(model: nn.Module, optimizer: Optimizer) -> None:
-    """What every loop ends with."""
+    """End every loop alike: step and clear the gradients."""
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -104,7 +103,7 @@ def make_wandb(model: nn.Module, optimizer: Optimizer, folder: Path) -> Step:
 
 
 def make_composer(model: nn.Module, optimizer: Optimizer, folder: Path) -> Step:
-    """NaNMonitor after the loss; OptimizerMonitor, every tenth batch, reads the norm of each gradient."""
+    """NaNMonitor after the loss; OptimizerMonitor reads the norm of each gradient every tenth batch."""
     count = [0]
 
     def step(loss_of: Loss, batch: Tensor) -> None:
@@ -175,7 +174,7 @@ def make_trainpulse(model: nn.Module, optimizer: Optimizer, folder: Path) -> Ste
 
 
 def make_torchguard(model: nn.Module, optimizer: Optimizer, folder: Path) -> Step:
-    """Flags for each sample of the output; looked at where torch.compile's region would end."""
+    """Flags for each sample of the output; read where torch.compile's region would end."""
     from torchguard import err, flags
 
     def step(loss_of: Loss, batch: Tensor) -> None:
@@ -231,12 +230,12 @@ PEERS: dict[str, tuple[str | None, Make]] = {
     "zclip": ("zclip", make_zclip),
     "steadygrad Guard": ("steadygrad", make_guard),
 }
-"""The package that each needs, and how it is wired."""
+"""Peer -> the package that it needs, and its wiring."""
 REIMPLEMENTED = {"Composer NaNMonitor, OptimizerMonitor": "reimplemented: mosaicml 0.32.1 needs torch below 2.7.1"}
 
 
 def find_source(name: str) -> str | None:
-    """Where a peer comes from, 'zclip 1.0.0'; None when it is not installed."""
+    """Return the package and version of a peer, such as 'zclip 1.0.0', or None if it is not installed."""
     if name in REIMPLEMENTED:
         return REIMPLEMENTED[name]
     package = PEERS[name][0]
@@ -248,5 +247,5 @@ def find_source(name: str) -> str | None:
 
 
 def close(step: Any) -> None:
-    """End what a peer has begun."""
+    """Close what a peer has opened."""
     getattr(step, "close", lambda: None)()

@@ -1,4 +1,4 @@
-"""The loop of accelerate's own guide: prepare, backward, step."""
+"""The loop of the accelerate guide: prepare, backward, step."""
 
 import torch
 from accelerate import Accelerator

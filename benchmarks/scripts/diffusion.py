@@ -1,4 +1,4 @@
-"""denoising-diffusion-pytorch's own Trainer, on the pictures in a folder."""
+"""The Trainer of denoising-diffusion-pytorch, on a folder of pictures."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Makes what a program trains on, small and always the same: text, digits, pictures, rows, a model. No downloads.
+"""Makes training data, small and always the same: text, digits, pictures, rows, a model. Downloads nothing.
 
-python material.py text input.txt digits ../data ...        (pairs of what and where)
+python material.py text input.txt digits ../data ...        (pairs of kind and path)
 """
 
 import json
@@ -23,14 +23,14 @@ def make_text(path):
 
 
 def make_corpus(path):
-    """Text in three files, as wikitext has it."""
+    """Make text in three files, like wikitext."""
     path.mkdir(parents=True, exist_ok=True)
     for name, count in (("train", 600), ("valid", 60), ("test", 60)):
         (path / f"{name}.txt").write_text("\n".join(write_sentences(count)))
 
 
 def make_digits(path):
-    """Files in the format of MNIST: a bright square whose place tells the label, in noise."""
+    """Make files in the format of MNIST: a bright square in noise, whose position gives the label."""
     raw = path / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     source = random.Random(0)
@@ -48,7 +48,7 @@ def make_digits(path):
 
 
 def make_pictures(path):
-    """A folder for each class, as in ImageNet."""
+    """Make a folder for each class, like ImageNet."""
     import numpy
     from PIL import Image
 
@@ -64,7 +64,7 @@ def make_pictures(path):
 
 
 def make_rows(path):
-    """A dataset with the columns `text` and `prompt`."""
+    """Make a dataset with the columns `text` and `prompt`."""
     path.mkdir(parents=True, exist_ok=True)
     rows = [{"text": text} for text in write_sentences(64)]
     (path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -77,7 +77,7 @@ def make_prompts(path):
 
 
 def make_model(path):
-    """A Llama of 20,000 weights with its tokenizer."""
+    """Make a Llama of 20,000 weights with its tokenizer."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -104,7 +104,7 @@ def make_model(path):
 
 
 def make_titan(path):
-    """What torchtitan's repository has, and its wheel has not."""
+    """Make the files that are in torchtitan's repository but not in its wheel."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "adapters"))
     from test_torchtitan import make_assets
 

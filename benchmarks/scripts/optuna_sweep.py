@@ -1,4 +1,4 @@
-"""Optuna: twenty trials one after the other, a fresh model and optimizer each."""
+"""Optuna: twenty trials one after the other, each with a new model and optimizer."""
 
 import optuna
 import torch

@@ -1,4 +1,4 @@
-"""LoRA of peft on a GPT-2 made here, trained by transformers' Trainer."""
+"""LoRA of peft on a small random GPT-2, trained by the transformers Trainer."""
 
 import tempfile
 

@@ -1,11 +1,11 @@
-"""Runs a script as Python would, and writes down how it ended: steps, CPU time of a step, a digest of its weights.
+"""Runs a script as Python would, and records how it ended: steps, CPU time of a step, a digest of its weights.
 
-    python probe.py TOLD.json BAD_CALL script.py [arguments...]        (or -m package.module)
+    python probe.py RESULT.json BAD_CALL script.py [arguments...]        (or -m package.module)
 
-BAD_CALL: which call of the first layer in training gives NaN (0: none). The fault is of the data: whenever the same
-input comes again, as in a replay, the same NaN comes out. The script itself is not edited; random numbers are seeded
-before it begins. A worker that does not inherit this process calls `begin` and `tell` by itself, with what is in the
-environment.
+BAD_CALL: which call of the first layer in training returns NaN (0: none). The fault belongs to the data: whenever the
+same input comes again, as in a replay, it gives the same NaN. The script itself is not edited; random numbers are
+seeded before it begins. A worker that does not inherit this process calls `begin` and `write_result` itself, with the
+arguments from the environment.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-TOLD, BAD_CALL = "PROBE_TOLD", "PROBE_BAD_CALL"
-"""Variables that hold the arguments, for workers."""
+RESULT, BAD_CALL = "PROBE_RESULT", "PROBE_BAD_CALL"
+"""Environment variables that hold the arguments, for workers."""
 seen = {"optimizers": {}, "times": []}
 fault = {"at": 0, "layer": None, "calls": 0, "input": None}
 
@@ -45,20 +45,20 @@ def spoil(module, args, output):
         if fault["calls"] == fault["at"]:
             fault["input"] = read_input(args)
     if module is not fault["layer"] or fault["input"] is None or fault["input"] != read_input(args):
-        return None  # a replay of shards has no graph, and fails on the same input all the same
+        return None  # a replay of shards has no graph, yet fails on the same input
     return output + (output.detach().flatten()[:1] * 0 - 1).sqrt()  # HERE
 
 
 def begin():
-    """Listen to every optimizer, and spoil a call of the first layer if one is to be bad."""
+    """Listen to every optimizer, and make one call of the first layer fail if requested."""
     fault["at"] = int(os.environ[BAD_CALL])
     register_optimizer_step_post_hook(note_step)
     if fault["at"]:
         torch.nn.modules.module.register_module_forward_hook(spoil)
 
 
-def tell():
-    """Write down what was seen, on the first rank."""
+def write_result():
+    """Record what was seen, on the first rank."""
     if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0" or not seen["times"]:
         return
     digest, finite = hashlib.sha256(), True
@@ -70,22 +70,22 @@ def tell():
             finite = finite and bool(values.isfinite().all())
     times = seen["times"][3:]
     cost = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
-    told = {"digest": digest.hexdigest(), "finite": finite, "steps": len(seen["times"]), "step_seconds": cost}
-    Path(os.environ[TOLD]).write_text(json.dumps(told))
+    result = {"digest": digest.hexdigest(), "finite": finite, "steps": len(seen["times"]), "step_seconds": cost}
+    Path(os.environ[RESULT]).write_text(json.dumps(result))
 
 
 def leave(code, exit=os._exit):
-    tell()
+    write_result()
     exit(code)
 
 
 if __name__ == "__main__":
-    os.environ[TOLD], os.environ[BAD_CALL] = os.path.abspath(sys.argv[1]), sys.argv[2]
+    os.environ[RESULT], os.environ[BAD_CALL] = os.path.abspath(sys.argv[1]), sys.argv[2]
     target, *arguments = sys.argv[3:]
     begin()
     random.seed(0)
     torch.manual_seed(0)
-    os._exit = leave  # a program may end without its last lines
+    os._exit = leave  # a program may end without running its last lines
     try:
         if target == "-m":
             sys.path[0] = os.getcwd()
@@ -96,4 +96,4 @@ if __name__ == "__main__":
             sys.argv[:] = [target, *arguments]
             runpy.run_path(target, run_name="__main__")
     finally:
-        tell()
+        write_result()

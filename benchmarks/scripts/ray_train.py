@@ -23,7 +23,7 @@ def train(config):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    probe.tell()
+    probe.write_result()
 
 
 if __name__ == "__main__":
@@ -32,10 +32,10 @@ if __name__ == "__main__":
     from ray.train.torch import TorchConfig, TorchTrainer
 
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
-    told = {name: value for name, value in os.environ.items() if name.startswith("PROBE_")}
+    environment = {name: value for name, value in os.environ.items() if name.startswith("PROBE_")}
     TorchTrainer(
         train,
-        train_loop_config={"here": os.path.dirname(os.path.abspath(__file__)), "environment": told},
+        train_loop_config={"here": os.path.dirname(os.path.abspath(__file__)), "environment": environment},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(storage_path=os.path.abspath("ray")),

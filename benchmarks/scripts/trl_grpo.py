@@ -1,4 +1,4 @@
-"""trl's GRPOTrainer: a reward for long words."""
+"""trl's GRPOTrainer with a reward for long words."""
 
 from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer

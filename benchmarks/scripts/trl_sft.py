@@ -1,4 +1,4 @@
-"""trl's SFTTrainer on a model and a tokenizer made here."""
+"""trl's SFTTrainer with a small random model and tokenizer."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""Real frameworks bring warnings of their own; ours are still errors, and so is one that an adapter could cause."""
+"""Real frameworks emit their own warnings; ours are still errors, and so are warnings that an adapter could cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate() -> None:
-    """accelerate keeps its settings in the process: the Trainer of an earlier test must not set those of this one."""
+    """Reset accelerate's process-wide settings: the Trainer of an earlier test must not affect this one."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""Small Lightning trainings that the tests share: a module, its data, faults in the data, and one call of `fit`."""
+"""Small Lightning trainings for several tests: a module, its data, faults in the data, and one call of `fit`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Classifier(pl.LightningModule):
-    """BatchNorm, and a mean over the labels that count: both go wrong with a bad batch."""
+    """BatchNorm, and a mean over the labels that count: a bad batch breaks both."""
 
     def __init__(self, *, fused: bool | None = None, interval: str = "step", norm: bool = True) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Classifier(pl.LightningModule):
 
 
 class ManualClassifier(Classifier):
-    """The same with a loop of its own."""
+    """The same with manual optimization."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -107,7 +107,7 @@ def load(batches: Sequence[Any]) -> DataLoader[Any]:
 
 
 class ListLogger(DummyLogger):
-    """Keeps what it is given."""
+    """Keeps every value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class ListLogger(DummyLogger):
 
 
 def state_of(module: nn.Module, trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Every tensor that the training has changed: weights, buffers, moments, counters."""
+    """Return every tensor that the training has changed: weights, buffers, moments, counters."""
     state = {f"module.{name}": value.clone() for name, value in module.state_dict().items()}
     for number, optimizer in enumerate(trainer.optimizers):
         for i, moments in optimizer.state_dict()["state"].items():

@@ -1,4 +1,4 @@
-"""Guard.from_accelerator in loops written as accelerate's own documentation writes them."""
+"""Guard.from_accelerator in loops like those of accelerate's documentation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_batches() -> list[tuple[Tensor, Tensor]]:
 def run(
     batches: Sequence[Any], *, guarded: str | None = None, accumulate: int = 1, hand_over: bool = False, **options: Any
 ) -> tuple[nn.Module, Any, Guard | None]:
-    """One loop of accelerate; `guarded`: "guard" calls guard.step(), "optimizer" keeps optimizer.step()."""
+    """Run one accelerate loop; `guarded`: "guard" calls guard.step(), "optimizer" keeps optimizer.step()."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, mixed_precision="no")
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -85,7 +85,7 @@ def test_a_quiet_loop_is_bit_identical(guarded: str, hand_over: bool, accumulate
 
 @pytest.mark.parametrize("hand_over", [False, True])
 @pytest.mark.parametrize("guarded", ["guard", "optimizer"])
-def test_a_bad_batch_ruins_the_plain_loop_and_leaves_no_trace_in_the_guarded_one(guarded: str, hand_over: bool) -> None:
+def test_a_bad_batch_ruins_the_plain_loop_but_not_the_guarded_one(guarded: str, hand_over: bool) -> None:
     spoiled = list(poison_batches(make_batches(), at={3}))
     model, _, _ = run(spoiled)
     assert not all(p.isfinite().all() for p in model.parameters())
@@ -96,7 +96,7 @@ def test_a_bad_batch_ruins_the_plain_loop_and_leaves_no_trace_in_the_guarded_one
     del batches[3]
     expected = state_of(*run(batches)[:2])
 
-    assert_equal(found, expected)  # the learning rate of the schedule included
+    assert_equal(found, expected)  # including the learning rate of the schedule
     assert guard is not None
     assert {"nonfinite_loss", "nonfinite_gradient", "nonfinite_input"} <= {f.kind for f in guard.findings}
     assert {f.step for f in guard.findings} == {3}
@@ -122,7 +122,7 @@ def test_the_loss_in_the_record_is_the_mean_over_the_microbatches() -> None:
     assert guard.last.num_microbatches == 3
 
 
-def test_calling_both_steps_makes_one() -> None:
+def test_calling_both_steps_steps_once() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -135,7 +135,7 @@ def test_calling_both_steps_makes_one() -> None:
     assert guard.stats()["num_steps"] == 1
 
 
-def test_a_function_given_to_the_guard_is_divided_for_accumulation_as_accelerate_does_it() -> None:
+def test_a_function_given_to_the_guard_is_divided_for_accumulation_like_by_accelerate() -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -156,7 +156,7 @@ def test_a_function_given_to_the_guard_is_divided_for_accumulation_as_accelerate
     assert all(map(torch.equal, model.state_dict().values(), reference.state_dict().values()))
 
 
-def test_closing_the_guard_gives_accelerate_back_as_it_was() -> None:
+def test_closing_the_guard_restores_accelerate() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -189,7 +189,7 @@ def test_steadygrad_off_leaves_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -
         assert_equal(state_of(model, optimizer), expected)
 
 
-def test_accelerates_own_checkpoints_carry_the_guard(tmp_path: Path) -> None:
+def test_accelerates_checkpoints_include_the_guard(tmp_path: Path) -> None:
     def begin() -> tuple[Any, nn.Module, Any, Guard]:
         accelerator = accelerate.Accelerator(cpu=True)
         model = make_model()
@@ -220,7 +220,7 @@ def test_accelerates_own_checkpoints_carry_the_guard(tmp_path: Path) -> None:
     assert guard.stats()["num_skipped"] == 1, "from before the checkpoint"
 
 
-def test_what_cannot_work_says_so() -> None:
+def test_invalid_use_is_reported() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UsageError, match=r"must be an accelerate\.Accelerator, got Linear"):

@@ -22,7 +22,7 @@ from steadygrad.adapters.lightning import (
 class Plain(EnhancedTrainingMixin, nn.Module):
     def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self.setup_gradient_monitoring(**settings)  # before the layers, as people do
+        self.setup_gradient_monitoring(**settings)  # before the layers, as in many programs
         self.net = nn.Linear(4, 2)
 
 
@@ -42,7 +42,7 @@ def norm_of(module: nn.Module) -> float:
     return float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in module.parameters()])))
 
 
-def test_checking_gives_the_statistics_and_clips_when_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_returns_the_statistics_and_clips_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     module = Plain(gradient_clip_threshold=0.5, log_frequency=10)
     (module.net(torch.ones(3, 4)) * 10).sum().backward()
     before = norm_of(module)
@@ -58,19 +58,19 @@ def test_checking_gives_the_statistics_and_clips_when_asked_to(capsys: pytest.Ca
     assert norm_of(module) == pytest.approx(0.1, rel=1e-4)
 
 
-def test_switched_off_it_does_nothing() -> None:
+def test_disabled_it_does_nothing() -> None:
     module = Plain(enable_gradient_monitoring=False)
     module.net(torch.ones(3, 4)).sum().backward()
     assert module.check_and_log_gradients(step=0, apply_clipping=True) == {}
     assert module.get_activation_statistics() == {}
 
 
-def test_activations_need_layers_to_hook() -> None:
+def test_activation_monitoring_needs_layers_to_hook() -> None:
     with pytest.raises(UsageError, match="after the layers"):
         Plain(enable_activation_monitoring=True)
 
 
-def test_in_lightning_numbers_reach_the_logger_and_gradients_are_clipped() -> None:
+def test_in_lightning_numbers_are_logged_and_gradients_are_clipped() -> None:
     logger, module = ListLogger(), Enhanced()
     reference = Classifier(norm=False)
     reference.compute_loss(make_batches(1)[0]).backward()
@@ -88,7 +88,7 @@ def test_in_lightning_numbers_reach_the_logger_and_gradients_are_clipped() -> No
     assert isinstance(statistics["dead_neurons"], dict)
 
 
-def test_under_a_loss_scale_norms_are_unscaled_and_clipping_is_right() -> None:
+def test_under_a_loss_scale_norms_are_unscaled_and_clipping_is_correct() -> None:
     class Seen(Enhanced):
         seen: float
 
@@ -119,7 +119,7 @@ def test_any_module_can_be_checked_after_backward() -> None:
     assert kept["gradient_stats"]["global_grad_norm"] == pytest.approx(0.5, rel=1e-4)
 
 
-def test_nan_gradients_are_told_and_left_as_they_are() -> None:
+def test_nan_gradients_are_reported_and_unchanged() -> None:
     module = Plain()
     (module.net(torch.ones(3, 4)) * math.nan).sum().backward()
     result = integrate_health_checks(module, torch.tensor(math.nan), 3)

@@ -20,7 +20,7 @@ def run_python(code: str, *blocked: str) -> str:
     return done.stdout
 
 
-def test_an_adapter_without_its_library_names_the_extra() -> None:
+def test_an_adapter_without_its_library_names_its_extra() -> None:
     code = (
         "import steadygrad\n"
         "try:\n    import steadygrad.adapters.lightning\n"
@@ -28,9 +28,9 @@ def test_an_adapter_without_its_library_names_the_extra() -> None:
         "try:\n    import steadygrad.adapters.transformers\n"
         "except ImportError as error: print(error)\n"
     )
-    told = run_python(code, "lightning", "lightning.pytorch", "pytorch_lightning", "transformers")
-    assert "pip install 'steadygrad[lightning]'" in told
-    assert "pip install 'steadygrad[transformers]'" in told
+    printed = run_python(code, "lightning", "lightning.pytorch", "pytorch_lightning", "transformers")
+    assert "pip install 'steadygrad[lightning]'" in printed
+    assert "pip install 'steadygrad[transformers]'" in printed
 
 
 def test_a_guard_loads_no_framework() -> None:

@@ -1,4 +1,4 @@
-"""HeldSchedule: moves of the learning rate wait for the judgement of their own step, and of no other."""
+"""HeldSchedule: a move of the learning rate waits until its own step is judged, and for no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steadygrad.adapters.lightning import HeldSchedule
 
 @dataclass
 class LateGuard:
-    """Judges a step when it is told to, as a Guard with fused optimizers on CUDA does; `step()` comes before `last`."""
+    """Judges a step on request, like a Guard with fused optimizers on CUDA: `step()` returns before `last` is set."""
 
     schedule: HeldSchedule
     last: StepRecord | None = None
@@ -58,7 +58,7 @@ def test_a_move_waits_until_its_step_is_judged() -> None:
     assert guard.moves == [0]
 
 
-def test_the_move_of_a_skipped_step_is_never_made() -> None:
+def test_a_skipped_step_never_moves_the_rate() -> None:
     guard = make_guard()
     guard.make_step(0)
     guard.judge(0, skipped=True)
@@ -67,7 +67,7 @@ def test_the_move_of_a_skipped_step_is_never_made() -> None:
     assert guard.moves == [1]
 
 
-def test_a_step_that_is_judged_at_once_moves_at_once_or_not_at_all() -> None:
+def test_a_step_judged_at_once_moves_at_once_or_not_at_all() -> None:
     guard = make_guard()
     guard.judge(0, skipped=False)
     guard.schedule.ask(lambda: guard.moves.append(0))

@@ -62,7 +62,7 @@ def test_a_quiet_run_is_bit_identical(options: dict[str, Any]) -> None:
     assert not callback.guard.incidents
 
 
-def test_the_random_numbers_of_dropout_are_those_of_the_plain_run() -> None:
+def test_the_random_numbers_of_dropout_equal_those_of_the_plain_run() -> None:
     class Dropped(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -81,7 +81,7 @@ def test_the_random_numbers_of_dropout_are_those_of_the_plain_run() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(fault: str) -> None:
+def test_a_bad_batch_ruins_the_plain_run_but_not_the_guarded_one(fault: str) -> None:
     batches = make_batches()
     spoiled = [spoil(batch, fault) if i == 3 else batch for i, batch in enumerate(batches)]
     plain, guarded, without, callback = Classifier(), Classifier(), Classifier(), GuardCallback()
@@ -94,7 +94,7 @@ def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(
     expected = state_of(without, fit(without, batches))
 
     assert is_finite(guarded)
-    assert_equal(found, expected)  # the learning rate of the schedule included
+    assert_equal(found, expected)  # including the learning rate of the schedule
     guard = callback.guard
     assert FAULTS[fault] <= {f.kind for f in guard.findings}
     assert {f.step for f in guard.findings} == {3}
@@ -102,11 +102,11 @@ def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(
     assert (guard.stats()["num_steps"], guard.stats()["num_skipped"]) == (NUM_BATCHES, 1)
 
 
-def test_the_cause_of_a_bad_step_is_found_in_the_users_own_line() -> None:
+def test_the_cause_of_a_bad_step_is_found_in_the_users_line() -> None:
     class Fragile(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = self.compute_loss(batch)
-            self.log("train_loss", loss)  # which a replay must not do again
+            self.log("train_loss", loss)  # which a replay must not repeat
             return loss + (self.net[3].bias.sum() - batch_idx).square().neg().log() if batch_idx == 3 else loss
 
     logger, callback = ListLogger(), GuardCallback()
@@ -132,14 +132,14 @@ def test_one_bad_microbatch_skips_its_step() -> None:
     assert {f.step for f in callback.guard.findings} == {1}
 
 
-def test_a_bad_first_step_brings_no_warning_of_the_scheduler() -> None:
+def test_a_bad_first_step_causes_no_scheduler_warning() -> None:
     batches = make_batches()
     module = Classifier()
     fit(module, [spoil(batches[0], "nan"), *batches[1:]], GuardCallback())
     assert is_finite(module)
 
 
-def test_raising_ends_the_fit_and_leaves_the_trainer_as_it_was() -> None:
+def test_raising_ends_the_fit_and_leaves_the_trainer_unchanged() -> None:
     module, callback = Classifier(), GuardCallback(GuardConfig(on_nonfinite=Action.RAISE))
     trainer = pl.Trainer(
         max_epochs=1,
@@ -161,7 +161,7 @@ def test_raising_ends_the_fit_and_leaves_the_trainer_as_it_was() -> None:
     assert "exception" not in {f.kind for f in callback.guard.findings}
 
 
-def test_an_exception_of_the_user_is_let_through_and_recorded(tmp_path: Path) -> None:
+def test_an_exception_of_the_user_passes_through_and_is_recorded(tmp_path: Path) -> None:
     class Broken(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2:
@@ -195,7 +195,7 @@ def test_many_bad_batches_in_a_row_roll_back_and_the_run_finishes() -> None:
     assert callback.guard.stats()["num_steps"] == 60
 
 
-def test_a_training_step_without_a_loss_is_passed_over() -> None:
+def test_a_training_step_without_a_loss_is_ignored() -> None:
     class Sometimes(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
             return None if batch_idx % 2 else self.compute_loss(batch)
@@ -212,7 +212,7 @@ def test_a_training_step_without_a_loss_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_the_trainers_clipping_is_taken_over(algorithm: str) -> None:
+def test_the_trainers_clipping_is_used(algorithm: str) -> None:
     limit = 0.3 if algorithm == "norm" else 0.02
     options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
     plain, guarded, callback = Classifier(), Classifier(), GuardCallback(GuardConfig())
@@ -228,13 +228,13 @@ def test_the_trainers_clipping_is_taken_over(algorithm: str) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_strategy_of_the_config_goes_before_the_trainers_value() -> None:
+def test_a_strategy_in_the_config_overrides_the_trainers_value() -> None:
     callback = GuardCallback(GuardConfig(clip=ZClip()))
     fit(Classifier(), make_batches(), callback, gradient_clip_val=0.5)
     assert callback.guard.config.clip == ZClip()
 
 
-def test_without_a_config_nothing_is_clipped_that_the_trainer_would_not_clip() -> None:
+def test_without_a_config_only_the_trainers_clipping_applies() -> None:
     callback = GuardCallback()
     fit(Classifier(), make_batches(), callback)
     assert callback.guard.config.clip is None
@@ -243,7 +243,7 @@ def test_without_a_config_nothing_is_clipped_that_the_trainer_would_not_clip() -
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
-def test_logged_numbers_are_those_of_a_plain_torch_loop() -> None:
+def test_logged_numbers_equal_those_of_a_plain_torch_loop() -> None:
     logger, batches = ListLogger(), make_batches()
     module = Classifier()
     reference = Classifier()
@@ -267,7 +267,7 @@ def test_logged_numbers_are_those_of_a_plain_torch_loop() -> None:
     assert [line["grad/clip_coefficient"] for line in lines] == pytest.approx([0.5 / n for n in norms], rel=1e-4)
 
 
-def test_a_skipped_step_is_in_the_log() -> None:
+def test_a_skipped_step_is_logged() -> None:
     logger, batches = ListLogger(), make_batches()
     batches[3] = spoil(batches[3], "nan")
 
@@ -289,14 +289,14 @@ def test_validation_losses_reach_the_guard_and_early_stopping_stops_the_trainer(
     assert callback.guard.best is not None
     assert callback.guard.best[1] == 1.0
     assert trainer.current_epoch == 3
-    trainer.validate(Validated(), load(make_batches(1)), verbose=False)  # after the fit: nobody is told
+    trainer.validate(Validated(), load(make_batches(1)), verbose=False)  # after the fit: nothing is reported
     assert callback.guard.best[1] == 1.0
 
 
 # --- resume ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_fit_goes_on_with_the_state_of_the_guard(tmp_path: Path) -> None:
+def test_a_resumed_fit_continues_with_the_state_of_the_guard(tmp_path: Path) -> None:
     config = GuardConfig(clip=ZClip())
     batches = make_batches(6)
     batches[2] = spoil(batches[2], "nan")
@@ -316,12 +316,12 @@ def test_a_resumed_fit_goes_on_with_the_state_of_the_guard(tmp_path: Path) -> No
 
 
 def _without_lists(stats: dict[str, Any]) -> dict[str, Any]:
-    """Findings and incidents are what this process has seen."""
+    """Return a state without findings and incidents, which are those of this process."""
     return {name: value for name, value in stats.items() if name != "num_incidents"}
 
 
 def _without_time(state: Any) -> Any:
-    """State as plain values that can be compared; NaN equals itself."""
+    """Return a state as comparable plain values; NaN equals itself."""
     if isinstance(state, dict):
         return {key: _without_time(value) for key, value in state.items() if "time" not in str(key)}
     if isinstance(state, list | tuple):
@@ -331,10 +331,10 @@ def _without_time(state: Any) -> Any:
     return repr(state)
 
 
-# --- switching it off -----------------------------------------------------------------------------------------------
+# --- disabling it ---------------------------------------------------------------------------------------------------
 
 
-def test_steadygrad_off_leaves_lightning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steadygrad_off_leaves_lightning_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEADYGRAD", "off")
     plain, guarded, callback = Classifier(), Classifier(), GuardCallback()
 

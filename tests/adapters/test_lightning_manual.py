@@ -1,4 +1,4 @@
-"""GuardCallback where the module has a loop of its own, several optimizers, or half precision."""
+"""GuardCallback with manual optimization, several optimizers, or half precision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from steadygrad.adapters.lightning import GuardCallback
 
 
 class Gan(pl.LightningModule):
-    """Two players, two optimizers, each with its own step; the loss of one can be made bad."""
+    """Two players, two optimizers, each with its own step; one player's loss can be made bad."""
 
     def __init__(self, bad: tuple[str, int] | None = None, *, toggles: bool = True) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Gan(pl.LightningModule):
         self.manual_backward(self._spoil(loss, "critic", batch_idx))
         critic.step()
         generator.zero_grad()
-        if self.toggles:  # Lightning's advice: the critic's gradients stay as they are
+        if self.toggles:  # Lightning's advice: keep the critic's gradients
             self.toggle_optimizer(generator)
         self.manual_backward(self._spoil(-self.critic(self.generator(real)).mean(), "generator", batch_idx))
         generator.step()
@@ -130,7 +130,7 @@ def test_a_quiet_gan_is_bit_identical(toggles: bool) -> None:
 
 
 @pytest.mark.parametrize("who", ["critic", "generator"])
-def test_a_bad_loss_of_one_player_skips_that_player_alone(who: str, tmp_path: Path) -> None:
+def test_a_bad_loss_of_one_player_skips_only_that_player(who: str, tmp_path: Path) -> None:
     plain, guarded = Gan((who, 3)), Gan((who, 3))
     callback = GuardCallback(run_dir=tmp_path / "run")
     fit(plain, make_batches())
@@ -157,15 +157,15 @@ def test_the_numbers_of_each_optimizer_are_logged_under_its_name() -> None:
 
 
 def half(init_scale: float) -> MixedPrecision:
-    """Real fp16 with a scaler: `precision="16-mixed"` would silently be bf16 on a CPU."""
+    """Use real fp16 with a scaler: `precision="16-mixed"` would silently be bf16 on a CPU."""
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
     return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("init_scale", [2.0**8, 2.0**30], ids=["fits", "overflows"])
-def test_fp16_is_bit_identical_while_the_scaler_finds_its_scale(fused: bool, init_scale: float) -> None:
-    # A skip of the plain scaler leaves BatchNorm's statistics moved, ours puts them back: so no BatchNorm here.
+def test_fp16_is_bit_identical_during_the_search_for_the_loss_scale(fused: bool, init_scale: float) -> None:
+    # A skip of the plain scaler changes BatchNorm's statistics, ours restores them: so no BatchNorm here.
     plain, guarded = (Classifier(fused=fused, interval="epoch", norm=False) for _ in range(2))
     precisions = half(init_scale), half(init_scale)
     callback = GuardCallback()
@@ -179,7 +179,7 @@ def test_fp16_is_bit_identical_while_the_scaler_finds_its_scale(fused: bool, ini
     assert (callback.guard.stats()["num_skipped"] > 0) == (init_scale > 2.0**20)
 
 
-def test_losses_and_norms_under_a_scaler_are_the_unscaled_ones() -> None:
+def test_losses_and_norms_under_a_scaler_are_unscaled() -> None:
     logger, callback = ListLogger(), GuardCallback()
     fit(Classifier(), make_batches(2), callback, plugins=[half(2.0**8)], logger=logger)
     line = next(line for line in logger.lines if "grad/global_norm" in line)
@@ -202,7 +202,7 @@ def test_fused_clipping_under_fp16_raises_in_lightning_and_works_here() -> None:
     assert callback.guard.last.clip_coefficient == pytest.approx(0.3 / callback.guard.last.grad_norm, rel=1e-4)
 
 
-def test_a_bad_batch_under_fp16_leaves_the_scale_alone() -> None:
+def test_a_bad_batch_under_fp16_does_not_change_the_scale() -> None:
     batches = make_batches()
     batches[3] = spoil(batches[3], "nan")
     precision, module, callback = half(2.0**8), Classifier(), GuardCallback(GuardConfig(clip=None))

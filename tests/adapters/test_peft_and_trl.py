@@ -1,4 +1,4 @@
-"""GuardCallback with LoRA and with trl's SFTTrainer, on a model and a tokenizer made here."""
+"""GuardCallback with LoRA and with trl's SFTTrainer, on a small random model and tokenizer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_bad_lora_gradient_is_skipped_and_named(tmp_path: Path) -> None:
 
 
 def make_tokenizer() -> Any:
-    """Words w0 to w27, made here: nothing is downloaded."""
+    """Make a tokenizer of words w0 to w27: nothing is downloaded."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i + 3 for i in range(28)}}
@@ -150,7 +150,7 @@ def test_a_bad_gradient_in_sft_with_lora_is_skipped(tmp_path: Path) -> None:
 
 
 def mask_a_batch(trainer: Any) -> None:
-    """A collator that masks every label of the fifth batch: trl itself drops rows without any."""
+    """Return a collator that masks every label of the fifth batch: trl itself drops rows without any."""
     collate, numbers = trainer.data_collator, iter(range(1000))
 
     def masking(rows: Any) -> Any:
@@ -162,7 +162,7 @@ def mask_a_batch(trainer: Any) -> None:
     trainer.data_collator = masking
 
 
-def test_a_masked_batch_in_sft_is_a_silent_zero_and_is_told_here(tmp_path: Path) -> None:
+def test_a_masked_batch_in_sft_is_a_silent_zero_and_is_reported(tmp_path: Path) -> None:
     rows = make_dialogues()
     assert steps_of(fine_tune(tmp_path, rows, prepare=mask_a_batch))[4]["loss"] == 0.0
 
@@ -172,7 +172,7 @@ def test_a_masked_batch_in_sft_is_a_silent_zero_and_is_told_here(tmp_path: Path)
     assert ("zero_loss", 4) in [(f.kind, i.step) for i in callback.guard.incidents for f in i.findings]
 
 
-def test_an_sft_run_without_any_label_brings_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_sft_run_without_any_label_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def mask_all(trainer: Any) -> None:
         collate = trainer.data_collator
         trainer.data_collator = lambda rows: {**(batch := collate(rows)), "labels": batch["labels"] * 0 - 100}
@@ -197,7 +197,7 @@ def test_a_masked_batch_in_sft_gets_the_small_loss(tmp_path: Path) -> None:
 
 
 def reinforce(folder: Path, reward: Any, callback: GuardCallback) -> None:
-    """Train by trl's GRPO with this reward function."""
+    """Train with trl's GRPO and this reward function."""
     trl = pytest.importorskip("trl")
     options = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "max_steps": 4}
     quiet = {"report_to": [], "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True}
@@ -211,14 +211,14 @@ def reinforce(folder: Path, reward: Any, callback: GuardCallback) -> None:
     ).train()
 
 
-def test_rewards_that_are_all_the_same_bring_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_identical_rewards_log_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="steadygrad"):
         reinforce(tmp_path, lambda completions, **_: [1.0] * len(completions), GuardCallback())
     (message,) = [text for text in caplog.messages if "loss and gradient are exactly 0" in text]
     assert "rewards differ within a group" in message
 
 
-def test_an_exception_of_the_reward_is_let_through_and_recorded(tmp_path: Path) -> None:
+def test_an_exception_of_the_reward_passes_through_and_is_recorded(tmp_path: Path) -> None:
     def reward(**_: Any) -> list[float]:
         raise ValueError("the judge does not answer")
 

@@ -33,7 +33,7 @@ from steadygrad.adapters.transformers import (
 
 
 class Scripted(Regression):
-    """Gives the loss that the test asks for at its third forward."""
+    """Returns a given loss at its third forward."""
 
     def __init__(self, third: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("reason", LOSSES)
-def test_a_loss_that_cannot_be_used_is_replaced_counted_and_told(
+def test_an_unusable_loss_is_replaced_counted_and_reported(
     reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     safe: list[SafeLoss] = []
@@ -76,7 +76,7 @@ def test_without_it_a_loss_of_none_ends_the_training_and_nan_ruins_it(tmp_path: 
     assert not is_finite(train(Scripted(LOSSES["the loss is not finite"]), make_rows(), tmp_path).model)
 
 
-def test_a_batch_whose_labels_are_all_masked_gets_the_small_loss(tmp_path: Path) -> None:
+def test_a_batch_with_only_masked_labels_gets_the_small_loss(tmp_path: Path) -> None:
     safe: list[SafeLoss] = []
     trainer = train(
         make_language_model(),
@@ -100,7 +100,7 @@ def test_the_other_microbatches_of_the_step_still_count(tmp_path: Path) -> None:
     assert steps_of(trainer)[1]["grad_norm"] > 0.0
 
 
-def test_the_callback_writes_each_replacement_into_its_record(tmp_path: Path) -> None:
+def test_the_callback_records_each_replacement(tmp_path: Path) -> None:
     callback = GuardCallback(run_dir=tmp_path / "run")
     train(Scripted(LOSSES["the loss is not finite"]), make_rows(), tmp_path, callback, prepare=safe_compute_loss)
 
@@ -110,7 +110,7 @@ def test_the_callback_writes_each_replacement_into_its_record(tmp_path: Path) ->
     assert callback.guard.stats()["num_skipped"] == 0
 
 
-def test_an_exception_is_let_through_and_told_once(tmp_path: Path) -> None:
+def test_an_exception_passes_through_and_is_reported_once(tmp_path: Path) -> None:
     class Broken(InOrder):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             raise KeyError("mine")
@@ -130,7 +130,7 @@ def test_an_exception_is_let_through_and_told_once(tmp_path: Path) -> None:
 
 
 class Failing(InOrder):
-    """Raises at some calls of `compute_loss`."""
+    """Raises in some calls of `compute_loss`."""
 
     at: tuple[int, ...] = ()
     num_calls = 0
@@ -142,7 +142,7 @@ class Failing(InOrder):
         return super().compute_loss(*args, **kwargs)
 
 
-def test_an_exception_of_one_batch_becomes_a_finding_and_training_goes_on(tmp_path: Path) -> None:
+def test_an_exception_of_one_batch_becomes_a_finding_and_training_continues(tmp_path: Path) -> None:
     callback = GuardCallback()
     safe: list[SafeLoss] = []
 
@@ -162,7 +162,7 @@ def test_an_exception_of_one_batch_becomes_a_finding_and_training_goes_on(tmp_pa
     ]
 
 
-def test_an_exception_that_comes_again_and_again_is_let_through(tmp_path: Path) -> None:
+def test_a_repeated_exception_passes_through(tmp_path: Path) -> None:
     def prepare(trainer: Any) -> None:
         trainer.at = (3, 4, 5)
         safe_compute_loss(trainer)
@@ -173,7 +173,7 @@ def test_an_exception_that_comes_again_and_again_is_let_through(tmp_path: Path) 
     assert [f.kind for f in callback.guard.findings].count("exception") == 3
 
 
-def test_a_healthy_run_is_bit_identical_and_evaluation_is_left_alone(tmp_path: Path) -> None:
+def test_a_healthy_run_is_bit_identical_and_evaluation_is_unchanged(tmp_path: Path) -> None:
     plain = train(Regression(), make_rows(), tmp_path)
     safe: list[SafeLoss] = []
     guarded = train(Regression(), make_rows(), tmp_path, prepare=lambda t: safe.append(safe_compute_loss(t)))
@@ -186,7 +186,7 @@ def test_a_healthy_run_is_bit_identical_and_evaluation_is_left_alone(tmp_path: P
     assert math.isnan(float(guarded.compute_loss(guarded.model, bad)))
 
 
-def test_calling_it_twice_or_assigning_what_it_returns_changes_nothing(tmp_path: Path) -> None:
+def test_calling_it_twice_or_assigning_its_result_changes_nothing(tmp_path: Path) -> None:
     trainer = InOrder(model=Regression(), args=make_arguments(tmp_path), train_dataset=make_rows())
     first = safe_compute_loss(trainer)
     assert safe_compute_loss(trainer) is first
@@ -196,7 +196,7 @@ def test_calling_it_twice_or_assigning_what_it_returns_changes_nothing(tmp_path:
     assert trainer.state.global_step == NUM_STEPS
 
 
-def test_a_parameter_that_is_already_nan_does_not_spoil_the_small_loss(tmp_path: Path) -> None:
+def test_a_nan_parameter_does_not_affect_the_small_loss(tmp_path: Path) -> None:
     model = Scripted(LOSSES["the loss is not finite"])
     trainer = InOrder(model=model, args=make_arguments(tmp_path), train_dataset=make_rows())
     safe = safe_compute_loss(trainer)
@@ -217,7 +217,7 @@ def test_stable_arguments_clip_warm_up_and_name_the_labels(tmp_path: Path) -> No
     assert args.max_grad_norm == 1.0
     assert args.get_warmup_steps(1000) == 50
     assert args.label_names == ["labels"]
-    assert args.logging_nan_inf_filter, "switched off, one NaN stays in the running sum for ever"
+    assert args.logging_nan_inf_filter, "if disabled, one NaN stays in the running sum forever"
     has_gpu = torch.cuda.is_available()
     assert (args.bf16 or args.fp16) == has_gpu
 

@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer, on two ranks with FSDP2: guarded by one call, equal bits, one bad step skipped by both."""
+"""torchtitan's own Trainer, on two ranks with FSDP2: guarded by one call, equal bits, a bad step skipped by both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def make_assets(folder: Path) -> None:
-    """The text and the tokenizer that torchtitan's repository has, and its wheel has not."""
+    """Make the text and tokenizer that are in torchtitan's repository but not in its wheel."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     source = random.Random(0)
@@ -55,7 +55,7 @@ def train(folder: Path, how: str, bad_step: int = -1) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-def test_torchtitan_trains_the_same_bits_guarded_and_survives_a_bad_step(tmp_path: Path) -> None:
+def test_a_guarded_torchtitan_training_is_bit_identical_and_survives_a_bad_step(tmp_path: Path) -> None:
     plain, quiet = train(tmp_path / "plain", "plain"), train(tmp_path / "quiet", "guarded")
     faulty = train(tmp_path / "faulty", "guarded", bad_step=4)
     for one, other, bad in zip(plain, quiet, faulty):
@@ -66,4 +66,4 @@ def test_torchtitan_trains_the_same_bits_guarded_and_survives_a_bad_step(tmp_pat
         assert (step, kind) == (3, "nonfinite_loss")
         assert "it began on rank 1" in message
         assert all(weight.isfinite().all() for weight in bad["weights"].values())
-        assert bad["rate"] > one["rate"]  # the schedule held while a step was skipped
+        assert bad["rate"] > one["rate"]  # the schedule did not advance during the skipped step

@@ -72,7 +72,7 @@ def test_gradient_checkpointing_is_bit_identical(use_reentrant: bool, tmp_path: 
     assert not callback.guard.incidents
 
 
-def test_the_trainer_is_as_it_was_when_training_is_over(tmp_path: Path) -> None:
+def test_the_trainer_is_restored_when_training_is_over(tmp_path: Path) -> None:
     plain = train(Regression(), make_rows(), tmp_path)
     trainer = train(Regression(), make_rows(), tmp_path, GuardCallback())
     assert vars(trainer).keys() == vars(plain).keys()
@@ -88,7 +88,7 @@ def test_the_trainer_is_as_it_was_when_training_is_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["nan", "overflow"])
-def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(fault: str, tmp_path: Path) -> None:
+def test_a_bad_batch_ruins_the_plain_run_but_not_the_guarded_one(fault: str, tmp_path: Path) -> None:
     rows = make_rows()
     spoiled = spoil(rows, 3, fault)
     plain = train(Regression(), spoiled, tmp_path)
@@ -110,14 +110,14 @@ def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(
     assert [line["step"] for line in lines if line["skipped"]] == [3]
 
 
-def test_the_learning_rate_holds_at_a_skipped_step(tmp_path: Path) -> None:
+def test_the_learning_rate_does_not_advance_at_a_skipped_step(tmp_path: Path) -> None:
     trainer = train(Regression(), spoil(make_rows(), 3, "nan"), tmp_path, GuardCallback())
     rates = [line["learning_rate"] for line in steps_of(trainer)]
     assert rates[3] == rates[4]
     assert len(set(rates)) == NUM_STEPS - 1
 
 
-def test_a_bad_first_step_brings_no_warning_of_the_scheduler(tmp_path: Path) -> None:
+def test_a_bad_first_step_causes_no_scheduler_warning(tmp_path: Path) -> None:
     trainer = train(Regression(), spoil(make_rows(), 0, "nan"), tmp_path, GuardCallback())
     assert is_finite(trainer.model)
 
@@ -135,7 +135,7 @@ def test_a_lowered_learning_rate_is_logged_and_follows_the_schedule(tmp_path: Pa
     assert rates == pytest.approx(schedule[:5] + [rate / 2 for rate in schedule[5:]])
 
 
-def test_a_bad_gradient_behind_a_good_loss_is_caught_before_the_trainer_clips(tmp_path: Path) -> None:
+def test_a_bad_gradient_with_a_good_loss_is_caught_before_the_trainer_clips(tmp_path: Path) -> None:
     def poison(trainer: transformers.Trainer) -> None:
         poison_gradient(trainer.model.net[0].weight, at={2})
 
@@ -152,7 +152,7 @@ def test_a_bad_gradient_behind_a_good_loss_is_caught_before_the_trainer_clips(tm
     assert "1 of " in finding.message
 
 
-def test_sanitizing_repairs_the_gradient_and_makes_the_step(tmp_path: Path) -> None:
+def test_sanitize_repairs_the_gradient_and_steps(tmp_path: Path) -> None:
     callback = GuardCallback(GuardConfig(on_nonfinite=Action.SANITIZE))
     trainer = train(
         Regression(),
@@ -163,8 +163,8 @@ def test_sanitizing_repairs_the_gradient_and_makes_the_step(tmp_path: Path) -> N
     )
     assert is_finite(trainer.model)
     assert callback.guard.stats()["num_skipped"] == 0
-    told = [i for i in callback.guard.incidents if i.finding.kind == "nonfinite_gradient"]
-    assert [(i.step, i.outcome.action) for i in told] == [(2, Action.SANITIZE)]
+    incidents = [i for i in callback.guard.incidents if i.finding.kind == "nonfinite_gradient"]
+    assert [(i.step, i.outcome.action) for i in incidents] == [(2, Action.SANITIZE)]
 
 
 def test_one_bad_microbatch_skips_its_step(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_one_bad_microbatch_skips_its_step(tmp_path: Path) -> None:
     assert {f.step for f in callback.guard.findings} == {1}
 
 
-def test_a_batch_without_labels_is_hidden_by_the_trainer_and_reported_here(tmp_path: Path) -> None:
+def test_a_batch_without_labels_is_hidden_by_the_trainer_and_reported(tmp_path: Path) -> None:
     texts = make_texts(masked=(4, 5))
     plain = train(make_language_model(), texts, tmp_path)
     assert steps_of(plain)[2]["loss"] == 0.0, "a NaN, which the Trainer leaves out of its log"
@@ -215,7 +215,7 @@ def test_raising_ends_the_training(tmp_path: Path) -> None:
     assert callback.guard.last.step == 3
 
 
-def test_an_exception_in_compute_loss_is_let_through_and_recorded_and_one_can_train_again(tmp_path: Path) -> None:
+def test_an_exception_in_compute_loss_passes_through_and_is_recorded_and_training_can_restart(tmp_path: Path) -> None:
     class Broken(InOrder):
         broken = True
 
@@ -241,13 +241,13 @@ def test_an_exception_in_compute_loss_is_let_through_and_recorded_and_one_can_tr
 # --- clipping and numbers -------------------------------------------------------------------------------------------
 
 
-def test_max_grad_norm_is_taken_over_and_numbers_are_those_of_a_plain_torch_loop(tmp_path: Path) -> None:
+def test_max_grad_norm_is_used_and_numbers_equal_those_of_a_plain_torch_loop(tmp_path: Path) -> None:
     callback = GuardCallback()
     trainer = train(Regression(), make_rows(), tmp_path, callback, max_grad_norm=0.5, lr_scheduler_type="constant")
 
     losses, norms, model = train_plainly(make_rows(), max_norm=0.5)
     assert callback.guard.config.clip == FixedNorm(max_norm=0.5)
-    # The clip coefficient differs in its last bits; Adam and a BatchNorm over two samples make more of that.
+    # The clip coefficient differs in its last bits; Adam and a BatchNorm over two samples amplify that.
     assert [line["loss"] for line in steps_of(trainer)] == pytest.approx(losses, rel=1e-3)
     assert [line["grad_norm"] for line in steps_of(trainer)] == pytest.approx(norms, rel=1e-3)
     for name, value in trainer.model.state_dict().items():
@@ -268,7 +268,7 @@ def train_plainly(rows: list[dict[str, Tensor]], *, max_norm: float) -> tuple[li
     return losses, norms, model
 
 
-def test_a_strategy_of_the_config_goes_before_max_grad_norm(tmp_path: Path) -> None:
+def test_a_strategy_in_the_config_overrides_max_grad_norm(tmp_path: Path) -> None:
     callback = GuardCallback(GuardConfig(clip=ZClip()))
     train(Regression(), make_rows(), tmp_path, callback, max_grad_norm=1.0)
     assert callback.guard.config.clip == ZClip()
@@ -318,7 +318,7 @@ def test_evaluation_reaches_the_guard_and_early_stopping_stops_the_trainer(tmp_p
 # --- resume ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_training_goes_on_with_the_state_of_the_guard(tmp_path: Path) -> None:
+def test_a_resumed_training_continues_with_the_state_of_the_guard(tmp_path: Path) -> None:
     config = GuardConfig(clip=ZClip())
     rows = spoil(make_rows(), 1, "nan")
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
@@ -336,11 +336,11 @@ def test_a_resumed_training_goes_on_with_the_state_of_the_guard(tmp_path: Path) 
     assert_equal(state_of(rest), state_of(whole))
     stats, expected = resumed.guard.stats(), straight.guard.stats()
     assert stats["num_skipped"] == 1, "from before the checkpoint"
-    names = expected.keys() - {"num_incidents"}  # incidents are what this process has seen
+    names = expected.keys() - {"num_incidents"}  # incidents are those of this process
     assert {name: stats[name] for name in names} == {name: expected[name] for name in names}
 
 
-def test_a_save_that_fails_half_way_neither_ends_the_training_nor_leaves_a_state_that_a_resume_would_load(
+def test_a_failed_save_neither_ends_the_training_nor_leaves_a_state_that_resume_would_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows, save = make_rows(), torch.save
@@ -367,7 +367,7 @@ def test_a_save_that_fails_half_way_neither_ends_the_training_nor_leaves_a_state
 # --- the rest -------------------------------------------------------------------------------------------------------
 
 
-def test_steadygrad_off_leaves_the_trainer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steadygrad_off_leaves_the_trainer_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(Regression(), make_rows(), tmp_path, max_grad_norm=0.1)
     callback = GuardCallback()
     train(Regression(), make_rows(), tmp_path, callback)
@@ -376,7 +376,7 @@ def test_steadygrad_off_leaves_the_trainer_alone(tmp_path: Path, monkeypatch: py
     assert_equal(state_of(off), state_of(plain))
 
 
-def test_asking_for_the_guard_too_early_says_so() -> None:
+def test_using_the_guard_too_early_raises_an_error() -> None:
     with pytest.raises(UsageError, match=r"during or after train\(\)"):
         _ = GuardCallback().guard
 
@@ -390,7 +390,7 @@ def test_outside_of_a_trainer_the_callback_says_what_it_needs() -> None:
 # --- warnings -------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_of_zero_at_every_step_brings_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_zero_loss_at_every_step_logs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Silent(Regression):
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
             return {**super().forward(x, labels), "loss": self.net(x).sum() * 0.0}
@@ -401,7 +401,7 @@ def test_a_loss_of_zero_at_every_step_brings_one_warning(tmp_path: Path, caplog:
     assert "labels are not all masked (-100)" in message
 
 
-def test_a_norm_in_the_log_that_is_not_finite_brings_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_nonfinite_norm_in_the_log_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     callback = GuardCallback()
     with caplog.at_level("WARNING", logger="steadygrad"):
         for _ in range(2):
@@ -410,5 +410,5 @@ def test_a_norm_in_the_log_that_is_not_finite_brings_a_warning(caplog: pytest.Lo
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == ["step 7: grad_norm is nan"]
 
 
-def test_the_older_name_is_the_same_class() -> None:
+def test_the_old_name_is_the_same_class() -> None:
     assert GradientMonitoringCallback is GuardCallback

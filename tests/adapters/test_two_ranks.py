@@ -1,4 +1,4 @@
-"""Two ranks, one of which gets a bad batch: both skip the same step, and their weights stay equal."""
+"""Two ranks, one with a bad batch: both skip the same step, and their weights stay equal."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ assert kept["judgement"]["tally"]["num_skipped"] == 1
 END = """
 stats = callback.guard.stats()
 weights = [p.tolist() for p in module.parameters()]
-told = [stats["num_steps"], stats["num_skipped"], sorted({i.step for i in callback.guard.incidents})]
-(out / f"rank{rank}.json").write_text(json.dumps({"finite": is_finite(module), "told": told, "weights": weights}))
+counts = [stats["num_steps"], stats["num_skipped"], sorted({i.step for i in callback.guard.incidents})]
+(out / f"rank{rank}.json").write_text(json.dumps({"finite": is_finite(module), "counts": counts, "weights": weights}))
 if torch.distributed.is_initialized():
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -66,7 +66,7 @@ os._exit(0)
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("code", [LIGHTNING, TRANSFORMERS], ids=["lightning", "transformers"])
-def test_both_ranks_skip_the_step_in_which_one_is_bad(code: str, tmp_path: Path) -> None:
+def test_both_ranks_skip_a_step_that_is_bad_on_one(code: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(START + code + END)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -78,5 +78,5 @@ def test_both_ranks_skip_the_step_in_which_one_is_bad(code: str, tmp_path: Path)
 
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["finite"]
-    assert first["told"] == second["told"] == [6, 1, [2]]
+    assert first["counts"] == second["counts"] == [6, 1, [2]]
     assert first["weights"] == second["weights"]

@@ -1,7 +1,7 @@
 """torchtitan's debug model on two gloo ranks: `titan_program.py GUARDED BAD_STEP FOLDER`, started by torchrun.
 
-What torchtitan 0.3 has for accelerators only is replaced here by what a CPU has: its device module, flex attention's
-backward, a reduction of NCCL's.
+Parts of torchtitan 0.3 that need an accelerator are replaced for the CPU: its device module, flex attention's backward,
+and an NCCL reduction.
 """
 
 import collections
@@ -72,12 +72,12 @@ if GUARDED:
 
     guard = guard_trainer(trainer)
 trainer.train()
-told = {
+result = {
     "weights": {name: p.full_tensor().detach() for name, p in trainer.model_parts[0].named_parameters()},
     "rate": trainer.optimizers.optimizers[0].param_groups[0]["lr"],
     "skipped": None if guard is None else guard.stats()["num_skipped"],
     "incidents": [] if guard is None else [(i.step, i.finding.kind, i.finding.message) for i in guard.incidents],
 }
-torch.save(told, FOLDER / f"rank{rank}.pt")
+torch.save(result, FOLDER / f"rank{rank}.pt")
 sys.stdout.flush()
-os._exit(0)  # threads of gloo outlive the interpreter otherwise
+os._exit(0)  # otherwise gloo's threads outlive the interpreter

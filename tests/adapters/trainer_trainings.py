@@ -1,4 +1,4 @@
-"""Small transformers trainings that the tests share: two models, their data, and one call of `train()`."""
+"""Small transformers trainings for several tests: two models, their data, and one call of `train()`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH = 2
 
 
 class Regression(nn.Module):
-    """A model of one's own, with floats as input: the Trainer takes anything whose forward gives a loss."""
+    """A custom model with floats as input: the Trainer accepts anything whose forward returns a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def make_texts(count: int = NUM_STEPS * BATCH, *, masked: Sequence[int] = ()) ->
 
 
 def spoil(rows: list[dict[str, Tensor]], step: int, fault: str) -> list[dict[str, Tensor]]:
-    """The same rows, those of `step` bad: NaN, or finite with a sum that is not."""
+    """Return the same rows with those of `step` bad: NaN, or finite with an infinite sum."""
     rows = [dict(row) for row in rows]
     for row in rows[step * BATCH : (step + 1) * BATCH]:
         row |= {"x": row["x"] * math.nan} if fault == "nan" else {"labels": torch.tensor(3e38)}
@@ -67,7 +67,7 @@ def spoil(rows: list[dict[str, Tensor]], step: int, fault: str) -> list[dict[str
 
 
 class InOrder(transformers.Trainer):
-    """Rows come as they stand, so that a test knows which step gets which."""
+    """Keeps the order of the rows, so that a test knows which step gets which."""
 
     def _get_train_sampler(self, *_args: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -114,12 +114,12 @@ def train(
 
 
 def steps_of(trainer: transformers.Trainer) -> list[dict[str, float]]:
-    """The lines of the log that are about training."""
+    """Return the lines of the log that are about training."""
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
 def state_of(trainer: transformers.Trainer) -> dict[str, Tensor]:
-    """Every tensor that the training has changed: weights, buffers, moments, counters, rates."""
+    """Return every tensor that the training has changed: weights, buffers, moments, counters, rates."""
     state = {f"model.{name}": value.clone() for name, value in trainer.model.state_dict().items()}
     saved = trainer.optimizer.state_dict()
     for i, moments in saved["state"].items():

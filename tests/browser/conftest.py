@@ -1,6 +1,6 @@
-"""A real browser for the tests of report and live page. A machine without one skips them, and says what to install.
+"""A real browser for the tests of report and live page. Without one they are skipped, with what to install.
 
-Screenshots are kept under the folder that STEADYGRAD_SCREENSHOTS names, or in pytest's temporary one.
+Screenshots are saved in the folder named by STEADYGRAD_SCREENSHOTS, or in pytest's temporary one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from watched_page import Watched
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # the runs that the other tests of views look at
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # the runs that the other tests of views use
 
 VIEWPORT = {"width": 1280, "height": 900}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -23,7 +23,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """Chromium, once for all tests."""
+    """Start Chromium once for all tests."""
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if path is None:
@@ -36,7 +36,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def page(browser: Any) -> Any:
-    """One page for all tests: a new one costs a process of the browser each time."""
+    """Return one page for all tests: a new one starts another browser process."""
     context = browser.new_context(viewport=VIEWPORT, color_scheme="light")
     context.set_default_timeout(120_000)
     yield context.new_page()
@@ -45,7 +45,7 @@ def page(browser: Any) -> Any:
 
 @pytest.fixture
 def watched(page: Any, tmp_path: Path) -> Iterator[Watched]:
-    """An empty page in light colours, which remembers nothing of the test before."""
+    """Return an empty page in light colours, without anything from the previous test."""
     folder = Path(os.environ.get("STEADYGRAD_SCREENSHOTS") or tmp_path / "screenshots")
     folder.mkdir(parents=True, exist_ok=True)
     page.set_viewport_size(VIEWPORT)

@@ -1,4 +1,4 @@
-"""Report and live page judged by axe: no serious finding, in both themes, wide and narrow, open and closed."""
+"""Report and live page checked by axe: no serious finding, in both themes, wide and narrow, open and closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("axe_playwright_python", reason="axe judges the pages: pip i
 
 
 def find_faults(watched: Watched) -> list[str]:
-    """The serious and critical findings of axe on the page as it is."""
+    """Return the serious and critical findings of axe on the current page."""
     watched.page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8"))
     found = watched.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
     return [
@@ -29,7 +29,7 @@ def find_faults(watched: Watched) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
-def test_a_report_has_no_serious_fault(watched: Watched, tmp_path: Path, scheme: str, width: int) -> None:
+def test_a_report_has_no_serious_accessibility_fault(watched: Watched, tmp_path: Path, scheme: str, width: int) -> None:
     add_update_ratios(write_run(tmp_path / "faulty"))
     write_run(tmp_path / "calm", 100, calm=True)
     write_report([tmp_path / "faulty", tmp_path / "calm"], tmp_path / "report.html")
@@ -41,7 +41,7 @@ def test_a_report_has_no_serious_fault(watched: Watched, tmp_path: Path, scheme:
 
 
 @pytest.mark.parametrize("path", ["/", "/runs/faulty", "/compare?run=faulty&run=calm"])
-def test_the_live_page_has_no_serious_fault(watched: Watched, tmp_path: Path, path: str) -> None:
+def test_the_live_page_has_no_serious_accessibility_fault(watched: Watched, tmp_path: Path, path: str) -> None:
     pytest.importorskip("uvicorn")
     write_run(tmp_path / "runs" / "faulty", 450)
     write_run(tmp_path / "runs" / "calm", 100, calm=True)

@@ -1,4 +1,4 @@
-"""The live page in a real browser: it paints at once, follows a run, and keeps what the reader has opened."""
+"""The live page in a real browser: it paints at once, follows a run, and keeps open what the reader opened."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_the_list_leads_to_a_run_and_back(watched: Watched, address: str) -> Non
     assert watched.complaints == []
 
 
-def test_a_box_in_the_list_stays_the_same_while_the_runs_grow(watched: Watched, address: str, tmp_path: Path) -> None:
+def test_a_checkbox_in_the_list_stays_the_same_while_the_runs_grow(
+    watched: Watched, address: str, tmp_path: Path
+) -> None:
     page = watched.page
     page.goto(address)
     box = page.get_by_label("Compare calm").element_handle()
@@ -53,7 +55,7 @@ def test_a_box_in_the_list_stays_the_same_while_the_runs_grow(watched: Watched, 
         directory.write_step(make_step(step))
     directory.close()
     page.wait_for_selector("td:text-is('139')")
-    assert box.evaluate("one => one.isConnected")  # a click that began before the list changed still arrives
+    assert box.evaluate("one => one.isConnected")  # a click that started before the list changed still counts
     assert page.evaluate("document.activeElement.value") == "faulty"
     write_run(tmp_path / "runs" / "new", 20, calm=True)
     page.wait_for_selector("tbody a:text-is('new')")
@@ -100,7 +102,7 @@ def test_a_zoom_survives_new_steps(watched: Watched, address: str, tmp_path: Pat
     assert page.evaluate(zoomed) == before
 
 
-def test_ticked_runs_are_compared_and_followed(watched: Watched, address: str, tmp_path: Path) -> None:
+def test_selected_runs_are_compared_and_followed(watched: Watched, address: str, tmp_path: Path) -> None:
     page = watched.page
     page.goto(address)
     page.get_by_label("Find a run").fill("cal")
@@ -118,12 +120,12 @@ def test_ticked_runs_are_compared_and_followed(watched: Watched, address: str, t
     directory.close()
     watched.wait_for("document.querySelector(\"[data-chart='compare_loss'] .plot\").state.to > 890")
     page.get_by_label("Show calm in the charts").uncheck()
-    assert page.locator("[data-chart='compare_loss'] .legend .item").count() == 0  # one line needs no legend
+    assert page.locator("[data-chart='compare_loss'] .legend .item").count() == 0  # a single line needs no legend
     watched.keep_picture("live-comparison", full_page=True)
     assert watched.complaints == []
 
 
-def test_a_run_that_is_killed_says_so_without_writing_a_line(watched: Watched, tmp_path: Path) -> None:
+def test_a_killed_run_is_shown_as_such_without_a_new_line(watched: Watched, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "job"
     folder = RunFolder(run)
     directory = open_directory(run)
@@ -133,13 +135,13 @@ def test_a_run_that_is_killed_says_so_without_writing_a_line(watched: Watched, t
         page = watched.open(f"{address}/runs/job")
         assert "Running." in page.inner_text("[data-part='headline']")
         lock = json.loads((run / "run.lock").read_text())
-        (run / "run.lock").write_text(json.dumps({**lock, "process": 2**22 + 5}))  # as if that one had held it
+        (run / "run.lock").write_text(json.dumps({**lock, "process": 2**22 + 5}))  # as if that process had held it
         watched.wait_for("document.querySelector(\"[data-part='headline']\").textContent.includes('Killed.')")
     directory.close()
     folder.release()
 
 
-def test_a_long_run_is_read_to_its_end_while_the_page_is_there(watched: Watched, tmp_path: Path) -> None:
+def test_a_long_run_is_read_to_its_end_while_the_page_is_open(watched: Watched, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "long"
     run.mkdir(parents=True)
     line = to_json(make_step(0)).removeprefix('{"step":0,')
@@ -151,7 +153,7 @@ def test_a_long_run_is_read_to_its_end_while_the_page_is_there(watched: Watched,
     assert watched.complaints == []
 
 
-def test_with_a_token_the_link_is_enough(watched: Watched, tmp_path: Path) -> None:
+def test_with_a_token_the_link_is_sufficient(watched: Watched, tmp_path: Path) -> None:
     import threading
 
     write_run(tmp_path / "runs" / "calm", 30, calm=True)

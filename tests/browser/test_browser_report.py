@@ -1,6 +1,6 @@
-"""The report in a real browser: it opens alone, draws what was written, and obeys mouse, touch, keyboard and paper.
+"""The report in a real browser: it opens by itself, draws the record, and works by mouse, touch, keyboard and print.
 
-Tests read what a person reads: texts of the page and of the charts, and where they stand.
+Tests read what a user reads: texts of the page and of the charts, and their positions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def report(tmp_path: Path) -> str:
 
 
 def read_range(page: Any, chart: str) -> list[float]:
-    """The first and the last step that a chart shows."""
+    """Return the first and the last step that a chart shows."""
     script = (
         "(name) => { const s = document.querySelector(`[data-chart='${name}'] .plot`).state; return [s.from, s.to]; }"
     )
@@ -47,7 +47,7 @@ def read_legend(page: Any, chart: str) -> list[str]:
 
 
 def bring(page: Any, chart: str) -> Any:
-    """A chart, scrolled into view and drawn."""
+    """Return a chart, scrolled into view and drawn."""
     figure = page.locator(f"figure[data-chart='{chart}']")
     figure.scroll_into_view_if_needed()
     page.wait_for_selector(f"figure[data-chart='{chart}'] .plot > svg")
@@ -55,7 +55,7 @@ def bring(page: Any, chart: str) -> Any:
 
 
 def find_box(page: Any, chart: str) -> dict[str, float]:
-    """Where the curve of a chart is on the screen."""
+    """Return the position of a chart's curve on the screen."""
     bring(page, chart)
     script = """(name) => { const plot = document.querySelector(`[data-chart='${name}'] .plot`);
         const box = plot.getBoundingClientRect(), f = plot.state.frame;
@@ -64,7 +64,7 @@ def find_box(page: Any, chart: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_opens_alone_without_a_complaint_and_draws_everything(watched: Watched, report: str, scheme: str) -> None:
+def test_it_opens_by_itself_without_errors_and_draws_everything(watched: Watched, report: str, scheme: str) -> None:
     watched.page.emulate_media(color_scheme=scheme)
     page = watched.open(report)
     shown = page.eval_on_selector_all("figure.chart:not([hidden])", "all => all.map(one => one.dataset.chart)")
@@ -86,7 +86,7 @@ def test_it_opens_alone_without_a_complaint_and_draws_everything(watched: Watche
     assert watched.requests == [report]
 
 
-def test_what_broke_is_on_the_first_screen(watched: Watched, report: str) -> None:
+def test_the_failure_is_on_the_first_screen(watched: Watched, report: str) -> None:
     page = watched.open(report)
     story = page.locator(".story")
     assert story.bounding_box()["y"] < 400
@@ -97,7 +97,7 @@ def test_what_broke_is_on_the_first_screen(watched: Watched, report: str) -> Non
     assert page.locator("details.incident[open]").get_attribute("data-step") == "200"
 
 
-def test_every_chart_of_a_run_has_the_same_ticks_and_no_label_crosses_another(watched: Watched, report: str) -> None:
+def test_all_charts_of_a_run_share_their_ticks_and_no_labels_overlap(watched: Watched, report: str) -> None:
     page = watched.open(report)
     steps = {}
     for chart in ("loss", "norm"):
@@ -117,14 +117,14 @@ def test_every_chart_of_a_run_has_the_same_ticks_and_no_label_crosses_another(wa
     assert steps["loss"] == steps["norm"] == ["100", "200", "300", "400", "500", "600"]
 
 
-def test_nothing_on_the_page_leads_anywhere_else(watched: Watched, report: str) -> None:
+def test_no_link_leaves_the_page(watched: Watched, report: str) -> None:
     page = watched.open(report)
     assert page.locator("a[href^='http']").count() == 0
     saves = page.locator("[data-chart='loss'] .tools button").all_text_contents()
     assert saves == ["◂", "▸", "+", "−", "all", "SVG", "PNG", "CSV"]
 
 
-def test_colours_follow_the_reader(watched: Watched, report: str) -> None:
+def test_colours_follow_the_readers_preference(watched: Watched, report: str) -> None:
     page = watched.open(report)
     ink = """() => [getComputedStyle(document.body).backgroundColor,
         getComputedStyle(document.querySelector('.plot path.line')).stroke]"""
@@ -137,7 +137,7 @@ def test_colours_follow_the_reader(watched: Watched, report: str) -> None:
     assert page.evaluate(ink) == light
 
 
-def test_hover_tells_step_and_loss(watched: Watched, report: str) -> None:
+def test_hovering_shows_step_and_loss(watched: Watched, report: str) -> None:
     page = watched.open(report)
     box = find_box(page, "loss")
     start, end = read_range(page, "loss")
@@ -173,7 +173,7 @@ def test_a_zoom_in_one_chart_moves_the_others_and_double_click_shows_all(watched
     assert watched.complaints == []
 
 
-def test_buttons_zoom_move_and_show_all_where_there_is_no_mouse(watched: Watched, report: str) -> None:
+def test_buttons_zoom_move_and_reset_without_a_mouse(watched: Watched, report: str) -> None:
     page = watched.open(report)
     whole = read_range(page, "loss")
     tools = page.locator("[data-chart='loss'] .tools")
@@ -188,11 +188,11 @@ def test_buttons_zoom_move_and_show_all_where_there_is_no_mouse(watched: Watched
     assert read_range(page, "loss") == pytest.approx(whole)
 
 
-def test_smoothing_scale_and_axis_are_chosen_by_buttons(watched: Watched, report: str) -> None:
+def test_buttons_select_smoothing_scale_and_axis(watched: Watched, report: str) -> None:
     page = watched.open(report)
     assert page.locator("[data-chart='loss'] path.line").count() == 1
     page.click("[data-set='smooth'][data-value='0.9']")
-    assert page.locator("[data-chart='loss'] path.line").count() == 2  # the raw line stays behind it
+    assert page.locator("[data-chart='loss'] path.line").count() == 2  # the raw line stays behind the smoothed one
     assert page.get_attribute("[data-set='smooth'][data-value='0.9']", "aria-pressed") == "true"
     page.click("[data-set='scale'][data-value='log']")
     assert page.evaluate("document.querySelector(\"[data-chart='loss'] .plot\").state.spec.log")
@@ -203,7 +203,7 @@ def test_smoothing_scale_and_axis_are_chosen_by_buttons(watched: Watched, report
     assert watched.complaints == []
 
 
-def test_a_chart_is_saved_as_picture_and_as_numbers(watched: Watched, report: str, tmp_path: Path) -> None:
+def test_a_chart_can_be_saved_as_picture_and_as_numbers(watched: Watched, report: str, tmp_path: Path) -> None:
     page = watched.open(report)
     saved = {}
     for kind in ("svg", "png", "csv"):
@@ -221,7 +221,7 @@ def test_a_chart_is_saved_as_picture_and_as_numbers(watched: Watched, report: st
     assert rows[121].startswith("120,14.5")
 
 
-def test_the_key_for_the_scale_turns_what_is_shown(watched: Watched, tmp_path: Path) -> None:
+def test_the_key_for_the_scale_toggles_the_current_one(watched: Watched, tmp_path: Path) -> None:
     directory = open_directory(tmp_path / "jumped")
     for step in range(60):
         rate = 0.9 if 20 <= step < 25 else 3e-3
@@ -231,7 +231,7 @@ def test_the_key_for_the_scale_turns_what_is_shown(watched: Watched, tmp_path: P
     page = watched.open((tmp_path / "report.html").as_uri())
     scale = "(name) => document.querySelector(`[data-chart='${name}'] .plot`).state.spec.log"
     bring(page, "rate")
-    assert page.evaluate(scale, "rate")  # or the jump would flatten the rest
+    assert page.evaluate(scale, "rate")  # otherwise the jump would flatten the rest
     shown = [page.evaluate(scale, "loss")]
     for _ in range(2):
         page.keyboard.press("l")
@@ -246,14 +246,14 @@ def test_nothing_is_cut_off_at_any_width(watched: Watched, report: str, width: i
     watched.page.set_viewport_size({"width": width, "height": 800})
     page = watched.open(report)
     heights = page.eval_on_selector_all("tbody th", "all => all.map(one => one.getBoundingClientRect().height)")
-    assert max(heights, default=0) < 80  # three lines at most
+    assert max(heights, default=0) < 80  # at most three lines
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     cut = "all => all.filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent)"
     assert page.eval_on_selector_all(".tiles dd, .headline, .story p, summary", cut) == []
     watched.keep_picture(f"report-{width}", full_page=True)
 
 
-def test_a_chart_is_moved_by_keys(watched: Watched, report: str) -> None:
+def test_a_chart_can_be_moved_with_keys(watched: Watched, report: str) -> None:
     page = watched.open(report)
     page.locator("[data-chart='loss'] .plot").focus()
     whole = read_range(page, "loss")
@@ -278,7 +278,7 @@ def test_a_click_on_a_mark_opens_its_incident(watched: Watched, report: str) -> 
     assert opened.locator(".body").first.is_visible()
 
 
-def test_incidents_open_by_keys_alone_and_no_title_is_under_the_bar(watched: Watched, report: str) -> None:
+def test_incidents_open_with_keys_alone_and_no_title_is_hidden_by_the_bar(watched: Watched, report: str) -> None:
     watched.page.emulate_media(reduced_motion="reduce")
     page = watched.open(report)
     page.keyboard.press("n")
@@ -293,17 +293,17 @@ def test_incidents_open_by_keys_alone_and_no_title_is_under_the_bar(watched: Wat
     assert page.locator("details.incident").first.get_attribute("open") is None
 
 
-def test_parameters_are_found_and_ordered_in_a_map(watched: Watched, report: str) -> None:
+def test_parameters_can_be_searched_and_sorted_in_a_map(watched: Watched, report: str) -> None:
     page = watched.open(report)
     figure = bring(page, "layers")
     figure.locator("input.find").fill("attention.bias")
     assert figure.locator(".tick.name").all_text_contents() == [f"blocks.{i}.attention.bias" for i in range(4)]
     figure.locator("input.find").fill("")
     figure.locator("select.order").select_option("bad")
-    assert figure.locator(".tick.name").first.text_content() == "blocks.1.attention.bias"  # which held the NaN
+    assert figure.locator(".tick.name").first.text_content() == "blocks.1.attention.bias"  # the one that had the NaN
 
 
-def test_html_in_names_is_text_in_charts_too(watched: Watched, tmp_path: Path) -> None:
+def test_html_in_names_is_shown_as_text_in_charts_too(watched: Watched, tmp_path: Path) -> None:
     write_run(tmp_path / "run", 30, names=[HOSTILE, "<a href='javascript:1'>w</a>", "<b>bold</b>"])
     directory = open_directory(tmp_path / "run")
     directory.write_incident(make_incident(3, kind=HOSTILE, message=HOSTILE))
@@ -319,7 +319,7 @@ def test_html_in_names_is_text_in_charts_too(watched: Watched, tmp_path: Path) -
     assert len(watched.requests) == 1
 
 
-def test_paper_gets_light_charts_and_open_incidents(watched: Watched, report: str) -> None:
+def test_a_printed_page_has_light_charts_and_open_incidents(watched: Watched, report: str) -> None:
     watched.page.emulate_media(color_scheme="dark")
     page = watched.open(report)
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -335,7 +335,7 @@ def test_paper_gets_light_charts_and_open_incidents(watched: Watched, report: st
     assert page.pdf()[:4] == b"%PDF"
 
 
-def test_runs_are_compared_in_one_chart_and_taken_out_by_a_box(watched: Watched, tmp_path: Path) -> None:
+def test_runs_are_compared_in_one_chart_and_can_be_hidden_by_a_checkbox(watched: Watched, tmp_path: Path) -> None:
     write_run(tmp_path / "faulty")
     write_run(tmp_path / "calm", 400, calm=True)
     write_report([tmp_path / "faulty", tmp_path / "calm"], tmp_path / "two.html")
@@ -353,7 +353,7 @@ def test_runs_are_compared_in_one_chart_and_taken_out_by_a_box(watched: Watched,
 
 
 @pytest.mark.parametrize("kind", ["empty", "torn", "only incidents"])
-def test_a_run_with_little_in_it_is_shown_without_a_complaint(watched: Watched, tmp_path: Path, kind: str) -> None:
+def test_a_run_with_little_data_is_shown_without_errors(watched: Watched, tmp_path: Path, kind: str) -> None:
     run = tmp_path / "run"
     if kind == "only incidents":
         run.mkdir()
@@ -375,7 +375,7 @@ def test_a_run_with_little_in_it_is_shown_without_a_complaint(watched: Watched, 
     assert watched.complaints == []
 
 
-def test_terms_of_the_loss_and_ranks_are_shown_when_they_are_there(watched: Watched, tmp_path: Path) -> None:
+def test_terms_of_the_loss_and_ranks_are_shown_if_present(watched: Watched, tmp_path: Path) -> None:
     directory = open_directory(tmp_path / "job")
     ranks = [RankFile(tmp_path / "job", rank, 2) for rank in range(2)]
     for step in range(40):
@@ -413,7 +413,7 @@ def test_evaluations_are_drawn_over_the_training_loss_and_compared(watched: Watc
     assert watched.complaints == []
 
 
-def test_a_million_points_are_drawn_within_a_frame_and_no_spike_is_lost(watched: Watched, report: str) -> None:
+def test_a_million_points_are_drawn_within_a_frame_without_losing_a_spike(watched: Watched, report: str) -> None:
     page = watched.open(report)
     script = """() => {
         const n = 1_000_000, x = new Float64Array(n), y = new Float64Array(n);
@@ -437,7 +437,7 @@ def test_a_million_points_are_drawn_within_a_frame_and_no_spike_is_lost(watched:
     assert found["near"] == 502
 
 
-def test_a_spike_is_drawn_wherever_it_lies_in_the_part_that_is_shown(watched: Watched, report: str) -> None:
+def test_a_spike_is_drawn_at_any_position_of_the_visible_part(watched: Watched, report: str) -> None:
     page = watched.open(report)
     script = """() => {
         const n = 4000, from = 101, to = 3903, lost = [], x = Float64Array.from({ length: n }, (_, i) => i);
@@ -460,7 +460,7 @@ def test_a_few_bad_steps_are_marks_in_a_map_and_do_not_cover_it(watched: Watched
         directory.write_step(make_step(step))
         if step % 50 == 0:
             directory.write_layers(step, make_gradients(step))
-        if step in (101, 205, 303):  # each is recorded on its own, and the next record is 49 steps later
+        if step in (101, 205, 303):  # each is recorded separately, and the next record is 49 steps later
             directory.write_layers(step, make_gradients(step, bad=NAMES[4]))
     directory.close()
     write_report([tmp_path / "run"], tmp_path / "report.html")
@@ -485,7 +485,7 @@ def test_a_few_bad_steps_are_marks_in_a_map_and_do_not_cover_it(watched: Watched
         return [purple / canvas.width, empty / canvas.width];
     }"""
     )
-    assert 0.003 < share[0] < 0.05  # three steps of 400
+    assert 0.003 < share[0] < 0.05  # three steps out of 400
     assert share[1] == 0
 
 
@@ -498,7 +498,7 @@ def test_lines_are_drawn_over_the_grid(watched: Watched, report: str) -> None:
     assert order.index("line") > max(i for i, name in enumerate(order) if name == "grid")
 
 
-def test_words_about_marks_are_there_only_with_marks(watched: Watched, tmp_path: Path) -> None:
+def test_the_legend_of_marks_appears_only_with_marks(watched: Watched, tmp_path: Path) -> None:
     write_run(tmp_path / "calm", 80, calm=True)
     write_report([tmp_path / "calm"], tmp_path / "calm.html")
     page = watched.open((tmp_path / "calm.html").as_uri())
@@ -522,7 +522,7 @@ def test_the_names_of_compared_runs_stay_in_one_line(watched: Watched, tmp_path:
     assert max(heights) < 45
 
 
-def test_learning_rates_far_apart_are_compared_on_a_logarithmic_scale(watched: Watched, tmp_path: Path) -> None:
+def test_distant_learning_rates_are_compared_on_a_logarithmic_scale(watched: Watched, tmp_path: Path) -> None:
     for rate in (1e-3, 1e-1):
         directory = open_directory(tmp_path / f"{rate:g}")
         for step in range(40):

@@ -1,4 +1,4 @@
-"""The documentation opened from a folder, without a server: searching finds the page that a reader is after."""
+"""The documentation opened from a folder, without a server: the search finds the right page."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_searching_finds_the_right_page_first(words: str, found: str, site: Path
     page.click("input.md-search__input")
     page.keyboard.type(words)
     page.wait_for_selector(".md-search-result__item > a")
-    page.wait_for_timeout(1000)  # until the last letters have been searched for, too
+    page.wait_for_timeout(1000)  # until the last letters have been searched for
     first = page.query_selector(".md-search-result__item > a")
     assert first.get_attribute("href").partition(f"{site.name}/")[2].partition("?")[0].partition("#")[0] == found

@@ -1,4 +1,4 @@
-"""A browser page that notes what it complains about and what it asks for."""
+"""A browser page that records its errors and requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Watched:
-    """A page that notes every complaint and every address it asks for."""
+    """A page that records every error and every requested address."""
 
     def __init__(self, page: Any, folder: Path) -> None:
         self.page, self._folder = page, folder
@@ -23,13 +23,13 @@ class Watched:
             page.on(event, listener)
 
     def open(self, address: str) -> Any:
-        """Go there and wait for the first chart."""
+        """Open the address and wait for the first chart."""
         self.page.goto(address)
         self.page.wait_for_selector("figure.chart:not([hidden]) .plot > svg")
         return self.page
 
     def leave(self) -> None:
-        """Go away, and leave nothing behind: no listener, no cookie, nothing that the page has stored."""
+        """Leave the page and everything of it: listeners, cookies, storage."""
         for event, listener in self._listeners.items():
             self.page.remove_listener(event, listener)
         if self.page.url != "about:blank":
@@ -44,7 +44,7 @@ class Watched:
         return path
 
     def wait_for(self, expression: str) -> None:
-        """Until a JavaScript expression holds. The page's policy forbids the polling that Playwright would do in it."""
+        """Wait until a JavaScript expression holds. The page's policy forbids Playwright's own polling."""
         deadline = time.monotonic() + 120
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline, f"never: {expression}"

@@ -1,4 +1,4 @@
-"""Trainings of a small model by a DeepSpeed engine, plain and guarded, on gloo ranks without compiled ops."""
+"""Trainings of a small model with a DeepSpeed engine, plain and guarded, on gloo ranks without compiled ops."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ NUM_STEPS = 6
 BAD_STEP = 3
 BAD_RANK = 1
 DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
-"""What an engine imports before it trains; the second compiles, and imports all of inductor for it."""
+"""Imports of an engine before it trains; the second one compiles, and imports all of inductor for it."""
 
 
 def load_deepspeed() -> Any:
-    """deepspeed, for the CPU, without the op that it would compile with a C++ compiler."""
+    """Import deepspeed for the CPU, without the op that it would compile with a C++ compiler."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # it is, slowly
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # it is slow to import
     return deepspeed
 
 
 class Roots(nn.Module):
-    """Takes the root of |x|: finite at 0, where its derivative is not."""
+    """Takes the root of |x|: finite at 0, but its derivative is not."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.abs().sqrt()
@@ -40,12 +40,12 @@ class Roots(nn.Module):
 
 def make_model(*, half: bool) -> nn.Sequential:
     torch.manual_seed(1)
-    norm = nn.LayerNorm(15) if half else nn.BatchNorm1d(15)  # sizes that two ranks do not divide; buffers
+    norm = nn.LayerNorm(15) if half else nn.BatchNorm1d(15)  # sizes that two ranks cannot divide; buffers
     return nn.Sequential(nn.Linear(6, 15), norm, nn.Tanh(), nn.Linear(15, 7), Roots(), nn.Linear(7, 3))
 
 
 def make_engine(stage: int, dtype: str = "fp32", *, offload: bool = False, share: int = 1, **config: Any) -> Any:
-    """An engine with AdamW and a schedule of torch's."""
+    """Make an engine with AdamW and a torch scheduler."""
     deepspeed = load_deepspeed()
     model = make_model(half=dtype != "fp32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -75,24 +75,24 @@ Spoil = Callable[[Any, list[tuple[Tensor, Tensor]], int], None]
 
 
 def poison_input(_engine: Any, batches: list[tuple[Tensor, Tensor]], at: int) -> None:
-    """Loss and gradients of one rank are NaN."""
+    """Make loss and gradients of one rank NaN."""
     batches[at][0][0] = torch.nan
 
 
 def mask_labels(_engine: Any, batches: list[tuple[Tensor, Tensor]], at: int) -> None:
-    """A loss of NaN with gradients of 0, which no check of gradients sees."""
+    """Make a NaN loss with zero gradients, invisible to checks of gradients."""
     batches[at] = (batches[at][0], torch.full_like(batches[at][1], -100))
 
 
 def poison_gradient(_engine: Any, batches: list[tuple[Tensor, Tensor]], at: int) -> None:
-    """A finite loss whose derivative is not: `run` zeroes what the root is taken of."""
+    """Make a finite loss with a bad derivative: `run` zeroes the input of the root."""
     batches[at] = (batches[at][0], batches[at][1], 0.0)  # type: ignore[assignment]
 
 
 def run(
     engine: Any, *, share: int = 1, without: int | None = None, spoil: Spoil | None = None, steps: int = NUM_STEPS
 ) -> None:
-    """The loop of a user of DeepSpeed: `without` leaves a step out, `spoil` makes that of one rank bad."""
+    """Run the loop of a DeepSpeed user: `without` omits a step, `spoil` poisons it on one rank."""
     batches = make_batches(steps * share)
     if spoil is not None and dist.get_rank() == BAD_RANK:
         spoil(engine, batches, BAD_STEP * share + share - 1)
@@ -109,7 +109,7 @@ def run(
 
 
 def state_of(engine: Any) -> dict[str, Tensor]:
-    """Weights in float32, moments, buffers and rate: whole, whatever the stage."""
+    """Return weights in float32, moments, buffers and rate: complete at every stage."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     state: dict[str, Tensor] = {name: b.detach().clone() for name, b in engine.module.named_buffers()}
@@ -123,9 +123,9 @@ def state_of(engine: Any) -> dict[str, Tensor]:
     return state
 
 
-def tell(guard: Guard, engine: Any) -> dict[str, Any]:
-    """What a guarded training is asked about afterwards."""
-    told = {
+def report(guard: Guard, engine: Any) -> dict[str, Any]:
+    """Return what the tests check of a guarded training."""
+    answer = {
         "state": state_of(engine),
         "skipped": guard.stats()["num_skipped"],
         "engine_skipped": engine.skipped_steps,
@@ -135,4 +135,4 @@ def tell(guard: Guard, engine: Any) -> dict[str, Any]:
         "incidents": [(i.step, i.finding.kind, i.finding.message) for i in guard.incidents],
     }
     guard.close()
-    return told
+    return answer

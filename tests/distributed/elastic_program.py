@@ -1,10 +1,10 @@
-"""A training as torchrun starts it, which kills one of its own ranks in each of its first lives.
+"""A training started by torchrun that kills one of its own ranks in each of its first lives.
 
     torchrun --nproc-per-node 2 --max-restarts 2 elastic_program.py RUN_DIR NUM_KILLS NUM_EPOCHS
 
-A life ends by SIGKILL of a random rank at a random moment after it has made a few steps, in the middle of a step or of
-a save; in the last of these lives the rank stands still instead, until the others are tired of waiting. Each rank
-leaves its final weights in RUN_DIR/final_RANK.pt. With NUM_KILLS 0 it is the uninterrupted run.
+A life ends by SIGKILL of a random rank at a random moment after some steps, during a step or a save; in the last of
+these lives the rank hangs instead, until the others time out. Each rank leaves its final weights in
+RUN_DIR/final_RANK.pt. With NUM_KILLS 0 it is the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from steadygrad.config import CheckpointConfig
 
 NUM_ROWS, SEED = 96, 1
 PATIENCE = timedelta(seconds=5)
-"""Of a rank whose peer stands still; it is set when the peer does, so that a slow machine is never taken for a hang."""
+"""Timeout of a rank whose peer hangs; set only when that happens, so that a slow machine is not mistaken for a hang."""
 
 
 def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
@@ -43,12 +43,12 @@ def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(rank)
     rows, labels = torch.randn(NUM_ROWS, 6, generator=generator), torch.randint(3, (NUM_ROWS,), generator=generator)
     if rank == 1:
-        rows[17] = torch.nan  # a sample that only one rank has
+        rows[17] = torch.nan  # a sample of only one rank
     torch.manual_seed(10 + rank)
     loader = DataLoader(TensorDataset(rows, labels), 8, shuffle=True)
     guard.resume()
     life = _count_kills(run_dir)
-    dist.barrier()  # all have counted, and none is dead yet
+    dist.barrier()  # all have counted, and none has died yet
     dice = random.Random(1000 * SEED + life)
     victim, patience, delay = dice.randrange(dist.get_world_size()), dice.randint(3, 6), dice.random() * 0.05
     for _ in range(guard.epoch, num_epochs):
@@ -71,7 +71,7 @@ def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
 
 
 def _count_kills(run_dir: Path) -> int:
-    """torchrun's own count of restarts has those in it whose ranks never met."""
+    """Count the kills: torchrun's count of restarts includes lives whose ranks never met."""
     path = run_dir / "kills.txt"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -82,7 +82,7 @@ def _note_end(run_dir: Path, rank: int) -> None:
 
 
 def _end_hung_peer(run_dir: Path) -> None:
-    """As torchrun does, which first waits for half a minute in vain."""
+    """End the hanging peer like torchrun, which first waits half a minute in vain."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         os.kill(int((run_dir / "kills.txt").read_text().split()[-1]), signal.SIGKILL)
 

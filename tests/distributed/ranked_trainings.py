@@ -1,4 +1,4 @@
-"""Trainings that run on several ranks: a model in DDP, batches of each rank, and what is compared afterwards."""
+"""Trainings on several ranks: a model in DDP, batches for each rank, and what is compared afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_model(*, norm: bool = False) -> nn.Sequential:
 
 
 def make_batches(count: int = NUM_STEPS, *, size: int = 8, rank: int | None = None) -> list[tuple[Tensor, Tensor]]:
-    """The batches of one rank; of this one where none is named."""
+    """Return the batches of one rank, by default this one."""
     generator = torch.Generator().manual_seed(100 + (dist.get_rank() if rank is None else rank))
     return [
         (torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator))
@@ -32,7 +32,7 @@ def make_batches(count: int = NUM_STEPS, *, size: int = 8, rank: int | None = No
 
 
 def mask_labels(batches: list[tuple[Tensor, Tensor]], at: int, *, on_rank: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Every label of one batch of one rank is ignored: a loss of NaN with gradients of 0."""
+    """Ignore every label of one batch of one rank: a NaN loss with zero gradients."""
     if dist.get_rank() == on_rank:
         batches[at] = (batches[at][0], torch.full_like(batches[at][1], -100))
     return batches
@@ -74,8 +74,8 @@ class Training:
         for batch in batches:
             self.guard.step(self.loss, batch)
 
-    def tell(self) -> dict[str, Any]:
-        """What all ranks must have alike, and beside it what each has seen."""
+    def report(self) -> dict[str, Any]:
+        """Return what all ranks must have in common, and what each has seen."""
         self.guard.flush()
         return {
             "state": state_of(self.ddp.module, self.optimizer),
@@ -88,7 +88,7 @@ class Training:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """Weights and moments, copied. Buffers are each rank's own until DDP's next forward."""
+    """Return copies of weights and moments. Buffers differ between ranks until DDP's next forward."""
     state = {name: value.detach().clone() for name, value in model.named_parameters()}
     moments = {} if optimizer is None else optimizer.state_dict()["state"]
     for number, kept in moments.items():
@@ -97,7 +97,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 def train_plainly(batches_by_rank: list[list[tuple[Tensor, Tensor]]], *, max_norm: float = 1.0) -> dict[str, Tensor]:
-    """The same training in one process: the mean over the ranks' losses, stock clipping."""
+    """Run the same training in one process: the mean over the ranks' losses, stock clipping."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
@@ -112,7 +112,7 @@ def train_plainly(batches_by_rank: list[list[tuple[Tensor, Tensor]]], *, max_nor
 
 
 def assert_alike(results: list[dict[str, Any]], *keys: str) -> None:
-    """All ranks have the same state, bit for bit, and the same numbers."""
+    """Assert that all ranks have the same state, bit for bit, and the same numbers."""
     for rank, result in enumerate(results[1:], 1):
         assert_same(results[0]["state"], result["state"], f"rank {rank}")
         for key in ("rates", "skipped", "rollbacks", "last", *keys):

@@ -1,4 +1,4 @@
-"""The cause of a bad step on many ranks: the rank where it began replays it alone, and all ranks are told."""
+"""The cause of a bad step on several ranks: the rank where it began replays it alone, and all ranks get the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steadygrad.testing.ranks import run_ranks
 
 
 class Rooted(Training):
-    """Takes the root of what one sample of one rank makes negative."""
+    """Takes the root of a value that one sample of one rank makes negative."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         out = super().loss(batch)
@@ -30,7 +30,7 @@ def make_spoilt(on_rank: int = 1) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
-def tell_causes(training: Training) -> list[dict[str, Any]]:
+def list_causes(training: Training) -> list[dict[str, Any]]:
     causes = [i.cause for i in training.guard.incidents if i.cause is not None]
     return [{"op": c.op, "source": c.source, "samples": c.samples, "note": c.note, "phase": c.phase} for c in causes]
 
@@ -38,9 +38,9 @@ def tell_causes(training: Training) -> list[dict[str, Any]]:
 def train_rooted(run_dir: str) -> dict[str, Any]:
     training = Rooted(norm=True, run_dir=run_dir)
     training.run(make_spoilt())
-    told = training.tell() | {"causes": tell_causes(training)}
+    result = training.report() | {"causes": list_causes(training)}
     training.guard.close()
-    return told
+    return result
 
 
 def test_op_line_and_sample_of_one_rank_are_known_on_all(tmp_path: Path) -> None:
@@ -58,12 +58,12 @@ def test_op_line_and_sample_of_one_rank_are_known_on_all(tmp_path: Path) -> None
 
 
 def train_quietly_after(run_dir: str) -> dict[str, Any]:
-    """The same with nothing to find out: no diagnosis is made."""
+    """Train the same way without a failure, so that no diagnosis is made."""
     from steadygrad import DiagnoseConfig
 
     training = Rooted(norm=True, diagnose=DiagnoseConfig(enabled=False))
     training.run(make_spoilt())
-    return training.tell()
+    return training.report()
 
 
 def test_a_replay_leaves_no_trace_in_weights_buffers_or_moments(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_replay_leaves_no_trace_in_weights_buffers_or_moments(tmp_path: Path) 
 
 
 class Gathering(Rooted):
-    """A step that talks to other ranks itself, as a contrastive loss over all of them does."""
+    """A step that communicates itself, like a contrastive loss over all ranks."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         sizes = [torch.zeros(1) for _ in range(dist.get_world_size())]
@@ -87,10 +87,10 @@ class Gathering(Rooted):
 def train_gathering() -> dict[str, Any]:
     training = Gathering()
     training.run(make_spoilt())
-    return training.tell() | {"causes": tell_causes(training)}
+    return training.report() | {"causes": list_causes(training)}
 
 
-def test_a_step_that_talks_to_other_ranks_is_replayed_by_all_of_them() -> None:
+def test_a_step_that_communicates_is_replayed_by_all_ranks() -> None:
     results = run_ranks(train_gathering, 2)
     assert_alike(results)
     for result in results:
@@ -108,12 +108,12 @@ def train_static(at: int, enabled: bool) -> dict[str, Any]:
     if dist.get_rank() == 1:
         batches[at][0][5, 0] = -1000.0
     training.run(batches)
-    return training.tell() | {"causes": tell_causes(training)}
+    return training.report() | {"causes": list_causes(training)}
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_static_graph_is_replayed_without_a_trace(at: int) -> None:
-    """Also in its first steps, in which DDP learns the graph."""
+    """Including its first steps, in which DDP learns the graph."""
     results, without = run_ranks(train_static, 2, at, True), run_ranks(train_static, 2, at, False)
     assert_alike(results)
     for result, other in zip(results, without):

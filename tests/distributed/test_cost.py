@@ -1,6 +1,6 @@
-"""What a guarded step says to the other ranks: how many collectives and bytes, counted at 8, 1024 and 16384 ranks.
+"""What a guarded step sends to other ranks: collectives and bytes, counted at 8, 1024 and 16384 ranks.
 
-torch's fake process group answers for ranks that are not there, so that the sizes of large jobs can be seen on one.
+torch's fake process group answers for missing ranks, so that one process can measure large jobs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_PARAMETERS = 6
 
 
 class Collectives(TorchDispatchMode):
-    """Bytes that each collective carries, in order."""
+    """Bytes of each collective, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def make_model() -> nn.Sequential:
 
 
 def make_ddp() -> DistributedDataParallel:
-    """DDP's own reducer waits for an answer that a fake group never gives, so it is told what to do with a bucket."""
+    """Wrap a model in DDP with a hook for its buckets, since DDP's reducer would wait forever for a fake group."""
     ddp = DistributedDataParallel(make_model())
 
     def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and wants them as objects
@@ -76,7 +76,7 @@ def make_ddp() -> DistributedDataParallel:
 
 
 def count_step(model: nn.Module, *, guarded: bool) -> list[tuple[str, int]]:
-    """The collectives of the third step, when everything that happens once has happened."""
+    """Return the collectives of the third step, after all one-time ones."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = GuardConfig(
         measure=MeasureConfig(scan_every=0, parameters_every=0), snapshots=SnapshotConfig(enabled=False)

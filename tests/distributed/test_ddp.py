@@ -1,4 +1,4 @@
-"""Ranks in DistributedDataParallel decide as one: what one rank sees, all skip, clip, slow down and roll back for."""
+"""Ranks in DistributedDataParallel decide as one: if one rank sees a fault, all skip, clip, slow down and roll back."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def train_stock(max_norm: float | None) -> dict[str, Tensor]:
 def train_beside_stock() -> tuple[dict[str, Any], dict[str, Tensor]]:
     training = Training(clip=None)
     training.run(make_batches())
-    return training.tell(), train_stock(None)
+    return training.report(), train_stock(None)
 
 
-def test_a_quiet_guard_on_two_ranks_leaves_the_weights_of_the_unguarded_loop() -> None:
+def test_a_quiet_guard_on_two_ranks_gives_the_weights_of_the_unguarded_loop() -> None:
     results = run_ranks(train_beside_stock, 2)
     assert_alike([guarded for guarded, _ in results], "incidents")
     for guarded, stock in results:
@@ -58,7 +58,7 @@ def test_a_quiet_guard_on_two_ranks_leaves_the_weights_of_the_unguarded_loop() -
 
 
 class Lines(logging.Handler):
-    """What was logged."""
+    """Collects log lines."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -76,7 +76,7 @@ def train_and_listen() -> list[tuple[str, str]]:
     return [(level, text) for level, text in lines.seen if "nonfinite" in text or "NaN" in text]
 
 
-def test_what_all_ranks_find_is_a_warning_of_the_first_alone() -> None:
+def test_a_common_finding_is_logged_as_a_warning_only_by_the_first_rank() -> None:
     first, second = run_ranks(train_and_listen, 2)
     assert "WARNING" in {level for level, _ in first}
     assert any("rank 1" in text for _, text in first), "wherever it began"
@@ -88,23 +88,23 @@ def test_what_all_ranks_find_is_a_warning_of_the_first_alone() -> None:
 def train_clipped() -> tuple[dict[str, Any], float]:
     training = Training(clip=FixedNorm(max_norm=0.1))
     training.run(make_batches())
-    return training.tell(), training.guard.stats()["num_clipped"]
+    return training.report(), training.guard.stats()["num_clipped"]
 
 
-def test_all_ranks_clip_alike_and_as_one_process_would() -> None:
+def test_all_ranks_clip_the_same_and_like_one_process() -> None:
     results = run_ranks(train_clipped, 2)
-    assert_alike([told for told, _ in results])
+    assert_alike([result for result, _ in results])
     assert [num for _, num in results] == [NUM_STEPS, NUM_STEPS]
     plain = train_plainly([make_batches(rank=rank) for rank in range(2)], max_norm=0.1)
     for name, value in plain.items():
-        # The mean of two ranks is summed in another order than that of one batch.
+        # The mean over two ranks is summed in another order than the mean over one batch.
         torch.testing.assert_close(results[0][0]["state"][name], value, rtol=1e-4, atol=1e-6)
 
 
 def train_with_masked_labels() -> dict[str, Any]:
     training = Training(norm=True)
     training.run(mask_labels(make_batches(), 3))
-    return training.tell()
+    return training.report()
 
 
 def test_a_loss_that_is_nan_on_one_rank_alone_is_skipped_by_all_and_names_the_rank() -> None:
@@ -112,13 +112,13 @@ def test_a_loss_that_is_nan_on_one_rank_alone_is_skipped_by_all_and_names_the_ra
     assert_alike(results)
     for result in results:
         assert result["skipped"] == 1
-        told = [message for step, kind, message in result["incidents"] if kind == "nonfinite_loss" and step == 3]
-        assert len(told) == 1
-        assert "it began on rank 1" in told[0]
+        reports = [message for step, kind, message in result["incidents"] if kind == "nonfinite_loss" and step == 3]
+        assert len(reports) == 1
+        assert "it began on rank 1" in reports[0]
 
 
 def skip_alone() -> dict[str, Tensor]:
-    """What every loop does that looks at its own loss."""
+    """Skip by the local loss, as usual loops do."""
     ddp = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.05)
     for x, y in mask_labels(make_batches(), 3):
@@ -130,7 +130,7 @@ def skip_alone() -> dict[str, Tensor]:
     return state_of(ddp.module, optimizer)
 
 
-def test_without_the_exchange_of_losses_the_ranks_would_part() -> None:
+def test_without_exchanging_losses_the_ranks_would_diverge() -> None:
     first, second = run_ranks(skip_alone, 2)
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
@@ -138,7 +138,7 @@ def test_without_the_exchange_of_losses_the_ranks_would_part() -> None:
 def train_with_poisoned_input() -> dict[str, Any]:
     training = Training(norm=True)
     training.run(poison_input(make_batches(), 4, on_rank=2))
-    return training.tell()
+    return training.report()
 
 
 def test_a_bad_batch_on_one_of_four_ranks_is_skipped_by_all_and_its_tensor_is_named_on_all() -> None:
@@ -148,7 +148,7 @@ def test_a_bad_batch_on_one_of_four_ranks_is_skipped_by_all_and_its_tensor_is_na
         assert result["skipped"] == 1
         messages = {kind: message for step, kind, message in result["incidents"] if step == 4}
         assert "it began on rank 2; rank 2: the batch holds NaN or Inf in item 0" in messages["nonfinite_loss"]
-        assert ("nonfinite_input" in messages) == (rank == 2), "each rank tells its own data"
+        assert ("nonfinite_input" in messages) == (rank == 2), "each rank reports its own data"
 
 
 def train_with_poisoned_gradient(parameter: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def train_with_poisoned_gradient(parameter: int) -> dict[str, Any]:
 
     training = Training(spoil=spoil)
     training.run(make_batches())
-    return training.tell()
+    return training.report()
 
 
 def test_a_gradient_that_is_nan_on_one_rank_is_skipped_by_all_and_names_the_rank() -> None:
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_nan_on_one_rank_is_skipped_by_all_and_names_the_rank
     assert all("it began on rank 1" in message for _, _, message in results[0]["incidents"])
 
 
-def test_a_gradient_whose_rank_did_not_show_is_looked_for_and_named_the_next_time() -> None:
+def test_a_gradient_from_an_unknown_rank_is_traced_the_next_time() -> None:
     results = run_ranks(train_with_poisoned_gradient, 2, 3)
     assert_alike(results, "incidents")
     first, second = (message for _, _, message in results[0]["incidents"])
@@ -183,7 +183,7 @@ def train_until_rolled_back() -> dict[str, Any]:
     for step in (9, 10, 11):
         batches = mask_labels(batches, step, on_rank=step % 2)
     training.run(batches)
-    return training.tell()
+    return training.report()
 
 
 def test_all_ranks_lower_the_rate_and_roll_back_together() -> None:
@@ -202,17 +202,17 @@ def accumulate(*, sync_all: bool) -> dict[str, Any]:
                 training.guard.backward(lambda b: training.loss(b) / 3, batch)
         training.guard.backward(lambda b: training.loss(b) / 3, batches[first + 2])
         training.guard.step()
-    return training.tell()
+    return training.report()
 
 
-def test_accumulation_with_no_sync_skips_on_all_ranks_what_one_microbatch_spoils() -> None:
+def test_accumulation_with_no_sync_skips_on_all_ranks_if_one_microbatch_is_bad() -> None:
     results = run_ranks(accumulate, 2, sync_all=False)
     assert_alike(results)
     assert results[0]["skipped"] == 1
     assert "it began on rank 1" in results[0]["incidents"][0][2]
 
 
-def test_accumulation_that_synchronises_every_microbatch_is_alike_too() -> None:
+def test_accumulation_that_synchronises_every_microbatch_behaves_the_same() -> None:
     results = run_ranks(accumulate, 2, sync_all=True)
     assert_alike(results)
     assert results[0]["skipped"] == 1
@@ -225,7 +225,7 @@ def drop_microbatches() -> dict[str, Any]:
         for batch in batches[first : first + 2]:
             training.guard.backward(lambda b: training.loss(b) / 2, batch)
         training.guard.step()
-    return {**training.tell(), "dropped": training.guard.stats()["num_dropped_microbatches"]}
+    return {**training.report(), "dropped": training.guard.stats()["num_dropped_microbatches"]}
 
 
 def test_a_microbatch_that_is_bad_on_one_rank_is_dropped_on_all() -> None:
@@ -245,14 +245,14 @@ def drop_under_no_sync() -> str:
     return "accepted"
 
 
-def test_dropping_microbatches_under_no_sync_is_refused_because_ranks_would_part() -> None:
-    for told in run_ranks(drop_under_no_sync, 2):
-        assert "drop_bad_microbatches" in told
-        assert "no_sync" in told
+def test_dropping_microbatches_under_no_sync_is_refused_because_ranks_would_diverge() -> None:
+    for result in run_ranks(drop_under_no_sync, 2):
+        assert "drop_bad_microbatches" in result
+        assert "no_sync" in result
 
 
 class Branches(nn.Module):
-    """Each rank uses one of two branches; the third is used by nobody."""
+    """Each rank uses one of two branches; the third is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def train_branches() -> dict[str, Any]:
     }
 
 
-def test_parameters_that_only_one_rank_or_nobody_uses_keep_the_ranks_together() -> None:
+def test_parameters_used_by_one_rank_or_none_keep_the_ranks_equal() -> None:
     results = run_ranks(train_branches, 2)
     assert_alike(results)
     assert results[0]["skipped"] == 1
@@ -289,10 +289,10 @@ def test_parameters_that_only_one_rank_or_nobody_uses_keep_the_ranks_together() 
 def train_static() -> dict[str, Any]:
     training = Training(ddp={"static_graph": True, "gradient_as_bucket_view": True})
     training.run(mask_labels(make_batches(), 3))
-    return training.tell()
+    return training.report()
 
 
-def test_a_static_graph_with_gradients_as_views_of_buckets_is_guarded_alike() -> None:
+def test_a_static_graph_with_gradients_as_bucket_views_is_guarded_too() -> None:
     results = run_ranks(train_static, 2)
     assert_alike(results)
     assert results[0]["skipped"] == 1
@@ -303,11 +303,11 @@ def train_unevenly() -> dict[str, Any]:
     batches = mask_labels(make_batches(), 2)[: NUM_STEPS - 2 * dist.get_rank()]
     with training.guard.join():
         training.run(batches)
-    told = training.tell()
-    return {**told, "state": state_of(training.ddp.module), "num_steps": training.guard.stats()["num_steps"]}
+    result = training.report()
+    return {**result, "state": state_of(training.ddp.module), "num_steps": training.guard.stats()["num_steps"]}
 
 
-def test_ranks_that_run_out_of_data_keep_the_others_company_and_end_with_the_same_weights() -> None:
+def test_ranks_that_run_out_of_data_keep_participating_and_end_with_the_same_weights() -> None:
     first, second = run_ranks(train_unevenly, 2)
     assert_same(first["state"], second["state"])
     assert (first["num_steps"], second["num_steps"]) == (NUM_STEPS, NUM_STEPS - 2)
@@ -329,13 +329,13 @@ def make_guards_that_differ(kind: str) -> str:
     return "accepted"
 
 
-def test_ranks_that_are_not_alike_are_told_on_every_rank_before_the_first_step() -> None:
-    for told in run_ranks(make_guards_that_differ, 2, "model"):
-        assert told.startswith("2 ranks train together, and the number of parameters of rank 1 differ")
-    for told in run_ranks(make_guards_that_differ, 2, "order"):
-        assert "the names or order of parameters of rank 1 differ" in told
-    for told in run_ranks(make_guards_that_differ, 2, "config"):
-        assert "the settings of rank 1 differ" in told
+def test_different_ranks_get_an_error_on_every_rank_before_the_first_step() -> None:
+    for result in run_ranks(make_guards_that_differ, 2, "model"):
+        assert result.startswith("2 ranks train together, and the number of parameters of rank 1 differ")
+    for result in run_ranks(make_guards_that_differ, 2, "order"):
+        assert "the names or order of parameters of rank 1 differ" in result
+    for result in run_ranks(make_guards_that_differ, 2, "config"):
+        assert "the settings of rank 1 differ" in result
 
 
 def make_guards_of_which_some_have_a_run_dir(run_dir: Path, with_one: int) -> str:
@@ -349,32 +349,32 @@ def make_guards_of_which_some_have_a_run_dir(run_dir: Path, with_one: int) -> st
 
 
 @pytest.mark.parametrize("with_one", [0, 1])
-def test_a_run_dir_on_one_rank_only_is_an_error_on_all(with_one: int, tmp_path: Path) -> None:
-    for told in run_ranks(make_guards_of_which_some_have_a_run_dir, 2, tmp_path / "run", with_one):
-        assert told.startswith(f"rank {with_one} has a run_dir and rank {1 - with_one} has none")
+def test_a_run_dir_on_only_one_rank_is_an_error_on_all(with_one: int, tmp_path: Path) -> None:
+    for result in run_ranks(make_guards_of_which_some_have_a_run_dir, 2, tmp_path / "run", with_one):
+        assert result.startswith(f"rank {with_one} has a run_dir and rank {1 - with_one} has none")
 
 
 def validate_differently() -> tuple[Any, dict[str, Any]]:
     training = Training()
     training.run(make_batches(2))
     training.guard.validate(float(dist.get_rank()))
-    return training.guard.best, training.tell()
+    return training.guard.best, training.report()
 
 
-def test_a_validation_loss_is_the_mean_of_the_ranks() -> None:
+def test_the_validation_loss_is_the_mean_over_the_ranks() -> None:
     results = run_ranks(validate_differently, 2)
     assert [best for best, _ in results] == [(1, 0.5), (1, 0.5)]
 
 
 def train_in_groups() -> dict[str, Any]:
-    """Four ranks, two trainings: the others' NaN is none of their business."""
+    """Four ranks, two trainings: a NaN of one does not concern the other."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     training = Training(ddp={"process_group": groups[dist.get_rank() // 2]})
     training.run(mask_labels(make_batches(), 3, on_rank=3))
-    return training.tell()
+    return training.report()
 
 
-def test_two_trainings_in_one_job_decide_each_for_itself() -> None:
+def test_two_trainings_in_one_job_decide_independently() -> None:
     results = run_ranks(train_in_groups, 4)
     assert_alike(results[:2])
     assert_alike(results[2:])
@@ -389,7 +389,7 @@ def write_a_run(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_rank_writes_the_run_and_each_its_own_facts(tmp_path: Path) -> None:
+def test_one_rank_writes_the_run_and_each_rank_its_own_facts(tmp_path: Path) -> None:
     names, _ = run_ranks(write_a_run, 2, tmp_path / "run")
     assert names == [
         "batches", "incidents.jsonl", "layers.jsonl", "rank_0.jsonl", "rank_1.jsonl", "run.json", "steps.jsonl",

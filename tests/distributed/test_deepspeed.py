@@ -16,9 +16,9 @@ from deepspeed_trainings import (
     mask_labels,
     poison_gradient,
     poison_input,
+    report,
     run,
     state_of,
-    tell,
 )
 from ranked_trainings import assert_same
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ STAGES = [(1, "fp32", False), (2, "fp32", False), (3, "fp32", False), (2, "bf16"
 """Stage, precision, and whether the optimizer is offloaded to the host."""
 
 
-# --- law 1: invisible while all is well, and as if the batch had never come -------------------------------------------
+# --- law 1: a quiet guard is invisible, and a skipped batch leaves no trace -------------------------------------------
 
 
 def train_beside_plain(stage: int, dtype: str, offload: bool) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def train_beside_plain(stage: int, dtype: str, offload: bool) -> dict[str, Any]:
     guarded = make_engine(stage, dtype, **settings)
     guard = Guard.from_deepspeed(guarded)
     run(guarded, share=2)
-    quiet = tell(guard, guarded)
+    quiet = report(guard, guarded)
     faulty = make_engine(stage, dtype, **settings)
     guard = Guard.from_deepspeed(faulty)
     run(faulty, share=2, spoil=poison_input)
@@ -56,7 +56,7 @@ def train_beside_plain(stage: int, dtype: str, offload: bool) -> dict[str, Any]:
         "plain": state_of(plain),
         "shorter": state_of(shorter),
         "quiet": quiet,
-        "faulty": tell(guard, faulty),
+        "faulty": report(guard, faulty),
     }
 
 
@@ -64,13 +64,13 @@ def train_beside_plain(stage: int, dtype: str, offload: bool) -> dict[str, Any]:
 def test_a_quiet_guard_changes_no_bit_and_a_bad_batch_of_one_rank_leaves_none(
     stage: int, dtype: str, offload: bool
 ) -> None:
-    for told in run_ranks(train_beside_plain, 2, stage, dtype, offload):
-        assert not torch.allclose(make_model(half=dtype != "fp32")[0].weight, told["plain"]["0.weight"], atol=0.01)
-        assert_same(told["quiet"]["state"], told["plain"])
-        assert (told["quiet"]["skipped"], told["quiet"]["incidents"]) == (0, [])
-        assert_same(told["faulty"]["state"], told["shorter"])
-        assert told["faulty"]["skipped"] == told["faulty"]["engine_skipped"] == 1
-        step, kind, message = told["faulty"]["incidents"][-1]
+    for result in run_ranks(train_beside_plain, 2, stage, dtype, offload):
+        assert not torch.allclose(make_model(half=dtype != "fp32")[0].weight, result["plain"]["0.weight"], atol=0.01)
+        assert_same(result["quiet"]["state"], result["plain"])
+        assert (result["quiet"]["skipped"], result["quiet"]["incidents"]) == (0, [])
+        assert_same(result["faulty"]["state"], result["shorter"])
+        assert result["faulty"]["skipped"] == result["faulty"]["engine_skipped"] == 1
+        step, kind, message = result["faulty"]["incidents"][-1]
         assert (step, kind) == (BAD_STEP, "nonfinite_loss")
         assert "it began on rank 1" in message
 
@@ -82,15 +82,15 @@ def train_with_loss_alone_bad(stage: int) -> dict[str, Any]:
     run(faulty, spoil=mask_labels)
     second = Guard.from_deepspeed(other)
     run(other, spoil=poison_gradient)
-    return {"shorter": state_of(shorter), "loss": tell(guard, faulty), "gradient": tell(second, other)}
+    return {"shorter": state_of(shorter), "loss": report(guard, faulty), "gradient": report(second, other)}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_bad_loss_with_good_gradients_and_a_bad_gradient_with_a_good_loss_are_skipped(stage: int) -> None:
-    for told in run_ranks(train_with_loss_alone_bad, 2, stage):
+def test_only_the_loss_or_only_the_gradient_is_bad_and_the_step_is_skipped(stage: int) -> None:
+    for result in run_ranks(train_with_loss_alone_bad, 2, stage):
         for name, kind in (("loss", "nonfinite_loss"), ("gradient", "nonfinite_gradient")):
-            assert_same(told[name]["state"], told["shorter"])
-            step, found, message = told[name]["incidents"][-1]
+            assert_same(result[name]["state"], result["shorter"])
+            step, found, message = result[name]["incidents"][-1]
             assert (step, found) == (BAD_STEP, kind)
             assert "it began on rank 1" in message
 
@@ -115,16 +115,16 @@ def measure(stage: int, dtype: str) -> tuple[dict[str, Any], dict[str, float], d
     run(engine, steps=1)
     table = guard._judgement.last_reading.gradients
     norms = {name: table.row(i).norm for i, name in enumerate(table.names)}
-    return tell(guard, engine), norms, grads
+    return report(guard, engine), norms, grads
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
-def test_norms_over_partitions_are_those_of_whole_gradients(stage: int, dtype: str) -> None:
-    for told, norms, grads in run_ranks(measure, 2, stage, dtype):
+def test_norms_over_partitions_equal_those_of_whole_gradients(stage: int, dtype: str) -> None:
+    for result, norms, grads in run_ranks(measure, 2, stage, dtype):
         assert norms.keys() == grads.keys()
         for name, gradient in grads.items():
             assert norms[name] == pytest.approx(float(gradient.norm()), rel=1e-5)  # float32 sums of the engine
-        assert told["norm"] == pytest.approx(float(told["engine_norm"]), rel=1e-5)
+        assert result["norm"] == pytest.approx(float(result["engine_norm"]), rel=1e-5)
 
 
 def train_in_fp16() -> dict[str, Any]:
@@ -133,7 +133,7 @@ def train_in_fp16() -> dict[str, Any]:
     run(plain)
     guard = Guard.from_deepspeed(guarded)
     run(guarded)
-    quiet = tell(guard, guarded)
+    quiet = report(guard, guarded)
     guard = Guard.from_deepspeed(faulty)
     before = faulty.optimizer.loss_scale
     batches = [(torch.full((8, 6), torch.nan, dtype=torch.float16), torch.zeros(8, dtype=torch.long))]
@@ -149,14 +149,14 @@ def train_in_fp16() -> dict[str, Any]:
     }
 
 
-def test_the_engines_search_for_a_loss_scale_is_left_alone_and_a_bad_loss_does_not_lower_it() -> None:
-    for told in run_ranks(train_in_fp16, 2):
-        assert told["plain_skipped"] > 0  # the scale starts too high, as it does by default
-        assert_same(told["quiet"]["state"], told["plain"])
-        assert told["quiet"]["skipped"] == told["plain_skipped"]
-        assert {severity for _, severity in told["quiet"]["findings"]} <= {"info"}
-        assert told["scales"][0] == told["scales"][1]
-        before, after, skipped = told["after_nan"]
+def test_the_engines_loss_scale_search_is_unchanged_and_a_bad_loss_does_not_lower_it() -> None:
+    for result in run_ranks(train_in_fp16, 2):
+        assert result["plain_skipped"] > 0  # the scale starts too high by default
+        assert_same(result["quiet"]["state"], result["plain"])
+        assert result["quiet"]["skipped"] == result["plain_skipped"]
+        assert {severity for _, severity in result["quiet"]["findings"]} <= {"info"}
+        assert result["scales"][0] == result["scales"][1]
+        before, after, skipped = result["after_nan"]
         assert (before, skipped) == (after, 1)
 
 
@@ -185,14 +185,14 @@ def save_and_load(stage: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_engines_checkpoints_carry_the_guard_and_are_refused_when_not_finite(stage: int, tmp_path: Path) -> None:
-    for told in run_ranks(save_and_load, 2, stage, str(tmp_path)):
-        assert told["saved"] == (True, False)
-        assert len(told["failed"]) == 1
-        assert "0.weight on rank 0" in told["failed"][0]
-        assert told["mine"] == (1, False)
-        assert told["steps"] == (6, 6)
-        assert told["tally"] == (6, 1)
+def test_the_engines_checkpoints_include_the_guard_and_nonfinite_ones_are_refused(stage: int, tmp_path: Path) -> None:
+    for result in run_ranks(save_and_load, 2, stage, str(tmp_path)):
+        assert result["saved"] == (True, False)
+        assert len(result["failed"]) == 1
+        assert "0.weight on rank 0" in result["failed"][0]
+        assert result["mine"] == (1, False)
+        assert result["steps"] == (6, 6)
+        assert result["tally"] == (6, 1)
     assert (tmp_path / "latest").read_text() == "good"
     assert not (tmp_path / "bad").exists()
 
@@ -223,14 +223,14 @@ def ask_for_too_much(folder: str) -> list[str]:
     return errors
 
 
-def test_what_an_engine_cannot_do_is_refused_with_what_to_write(tmp_path: Path) -> None:
+def test_unsupported_settings_of_an_engine_are_refused_with_advice(tmp_path: Path) -> None:
     first, second = run_ranks(ask_for_too_much, 2, str(tmp_path))
     assert first == second
-    told = iter(first)
-    assert "gradient_clipping=1" in next(told)
-    assert "on_nonfinite" in next(told)
-    assert "drop_bad_microbatches" in next(told)
-    assert "engine.save_checkpoint" in next(told)
-    assert "engine.load_checkpoint" in next(told)
-    assert "engine.backward(loss)" in next(told)
-    assert "deepspeed.initialize" in next(told)
+    result = iter(first)
+    assert "gradient_clipping=1" in next(result)
+    assert "on_nonfinite" in next(result)
+    assert "drop_bad_microbatches" in next(result)
+    assert "engine.save_checkpoint" in next(result)
+    assert "engine.load_checkpoint" in next(result)
+    assert "engine.backward(loss)" in next(result)
+    assert "deepspeed.initialize" in next(result)

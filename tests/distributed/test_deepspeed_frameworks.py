@@ -1,4 +1,4 @@
-"""DeepSpeed inside accelerate and inside transformers' Trainer: guarded by the calls that guard those without it."""
+"""DeepSpeed inside accelerate and transformers' Trainer: the usual calls guard them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRELOADED = (*DEEPSPEED, "transformers.trainer", "transformers.integrations.deep
 
 
 def start_accelerate() -> None:
-    """Let accelerate use DeepSpeed on a CPU, where it has no backend for it by default."""
+    """Let accelerate use DeepSpeed on a CPU, for which it has no default backend."""
     load_deepspeed()
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -64,13 +64,13 @@ def train_accelerated(*, stage: int, guarded: bool, bad: bool = False, without: 
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             if guard is not None:
-                guard.step()  # as in a loop without DeepSpeed; the engine has asked the guard already
+                guard.step()  # as in a loop without DeepSpeed; the engine has already called the guard
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
     state = read_weights(model.module) | {"rate": torch.tensor(optimizer.param_groups[0]["lr"])}
-    told = None if guard is None else (guard.num_steps, guard.stats()["num_skipped"], guard.incidents[-1:])
-    return {"state": state, "told": told}
+    result = None if guard is None else (guard.num_steps, guard.stats()["num_skipped"], guard.incidents[-1:])
+    return {"state": state, "result": result}
 
 
 def train_accelerated_beside_plain(stage: int) -> list[dict[str, Any]]:
@@ -86,9 +86,9 @@ def train_accelerated_beside_plain(stage: int) -> list[dict[str, Any]]:
 def test_accelerates_deepspeed_is_guarded_by_from_accelerator(stage: int) -> None:
     for plain, quiet, shorter, faulty in run_ranks(train_accelerated_beside_plain, 2, stage):
         assert_same(quiet["state"], plain["state"])
-        assert quiet["told"] == (NUM_STEPS, 0, [])
+        assert quiet["result"] == (NUM_STEPS, 0, [])
         assert_same(faulty["state"], shorter["state"])
-        num_steps, num_skipped, (incident,) = faulty["told"]
+        num_steps, num_skipped, (incident,) = faulty["result"]
         assert (num_steps, num_skipped, incident.step) == (NUM_STEPS, 1, BAD_STEP)
 
 
@@ -96,7 +96,7 @@ def test_accelerates_deepspeed_is_guarded_by_from_accelerator(stage: int) -> Non
 
 
 class Regression(nn.Module):
-    """Anything whose forward gives a loss; its batches are rows."""
+    """Any model whose forward returns a loss; its batches are rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def train_trainer(folder: str, callback: Any, *, bad: bool = False) -> dict[str,
 
     generator = torch.Generator().manual_seed(1)
     rows = [{"x": torch.randn(6, generator=generator), "labels": torch.zeros(())} for _ in range(4 * NUM_STEPS)]
-    if bad:  # the second half of a global batch of 2 x 2 rows is rank 1's
+    if bad:  # the second half of a global batch of 2 x 2 rows belongs to rank 1
         rows[4 * BAD_STEP + 2]["x"] = torch.full((6,), torch.nan)
     arguments = transformers.TrainingArguments(
         output_dir=folder,
@@ -162,9 +162,9 @@ def train_trainers(folder: str) -> dict[str, Any]:
 
 
 def test_the_trainers_deepspeed_is_guarded_by_its_callback(tmp_path: Path) -> None:
-    for told in run_ranks(train_trainers, 2, str(tmp_path)):
-        quiet, faulty = told["states"]
-        assert_same(quiet, told["plain"])
-        assert told["quiet"] == (NUM_STEPS, 0)
-        assert told["faulty"] == (1, [BAD_STEP])
+    for result in run_ranks(train_trainers, 2, str(tmp_path)):
+        quiet, faulty = result["states"]
+        assert_same(quiet, result["plain"])
+        assert result["quiet"] == (NUM_STEPS, 0)
+        assert result["faulty"] == (1, [BAD_STEP])
         assert all(weight.isfinite().all() for weight in faulty.values())

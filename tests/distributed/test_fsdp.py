@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism: numbers from shards are those of the whole model, and all ranks act on them alike."""
+"""FSDP2 and tensor parallelism: numbers from shards equal those of the whole model, and all ranks act the same."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ NUM_STEPS = 6
 
 
 def make_model(width: int = 15) -> nn.Sequential:
-    """Sizes that no number of ranks divides; torch's tensor parallelism wants one that they do."""
+    """Sizes that no number of ranks divides, except for torch's tensor parallelism, which needs divisible ones."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 7), nn.LayerNorm(7), nn.Linear(7, 3))
 
 
 def shard(model: nn.Sequential, layout: str) -> nn.Sequential:
-    """1-D: all ranks share; 2-D: two copies of two shards, or shards of tensor-parallel parts."""
+    """1-D: all ranks share the weights; 2-D: two copies of two shards, or shards of tensor-parallel parts."""
     num = dist.get_world_size()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if layout == "bf16" else None
     settings: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
@@ -50,7 +50,7 @@ def shard(model: nn.Sequential, layout: str) -> nn.Sequential:
 
 
 def data_rank(layout: str) -> int:
-    """Ranks that hold parts of one copy see the same batch."""
+    """Return the index of the data: ranks that hold parts of one copy get the same batch."""
     return dist.get_rank() // 2 if layout == "tensor" else dist.get_rank()
 
 
@@ -80,25 +80,25 @@ def train_sharded(layout: str, max_norm: float) -> dict[str, Any]:
 
 
 def train_whole(num_batches_a_step: int, max_norm: float, *, width: int = 15) -> dict[str, Any]:
-    """The unsharded model on all ranks' batches, with stock clipping."""
+    """Train the unsharded model on all ranks' batches, with stock clipping."""
     model = make_model(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    told: dict[str, Any] = {"norms": [], "largest": [], "global": []}
+    result: dict[str, Any] = {"norms": [], "largest": [], "global": []}
     for batches in zip(*[make_batches(NUM_STEPS, rank=rank) for rank in range(num_batches_a_step)]):
         loss = torch.stack([nn.functional.cross_entropy(model(x), y) for x, y in batches]).mean()
         loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        told["norms"].append({name: g.norm().item() for name, g in grads.items()})
-        told["largest"].append({name: g.abs().max().item() for name, g in grads.items()})
+        result["norms"].append({name: g.norm().item() for name, g in grads.items()})
+        result["largest"].append({name: g.abs().max().item() for name, g in grads.items()})
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
-        told["global"].append((loss.item(), norm, min(1.0, max_norm / (norm + 1e-6))))
+        result["global"].append((loss.item(), norm, min(1.0, max_norm / (norm + 1e-6))))
         optimizer.step()
         optimizer.zero_grad()
-    return {**told, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+    return {**result, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
 @pytest.mark.parametrize(("layout", "num_ranks"), [("1d", 2), ("1d", 3), ("copies", 4), ("tensor", 4)])
-def test_norms_of_shards_are_those_of_the_whole_model_and_training_equals_it(layout: str, num_ranks: int) -> None:
+def test_norms_and_training_in_shards_equal_the_whole_model(layout: str, num_ranks: int) -> None:
     results = run_ranks(train_sharded, num_ranks, layout, 0.3)
     is_tensor = layout == "tensor"
     whole = train_whole(num_ranks // 2 if is_tensor else num_ranks, 0.3, width=16 if is_tensor else 15)
@@ -115,11 +115,11 @@ def test_norms_of_shards_are_those_of_the_whole_model_and_training_equals_it(lay
     assert any(coefficient < 1 for _, _, coefficient in results[0]["global"])
 
 
-def test_mixed_precision_gives_norms_close_to_those_of_the_whole_model() -> None:
+def test_norms_in_mixed_precision_are_close_to_those_of_the_whole_model() -> None:
     results = run_ranks(train_sharded, 2, "bf16", 0.3)
     whole = train_whole(2, 0.3)
     assert_same(results[0]["weights"], results[1]["weights"])
-    # bfloat16 keeps 8 bits: single gradients are a few hundredths off, their norm less.
+    # bfloat16 has 8 bits: single gradients are a few hundredths off, their norm less.
     torch.testing.assert_close(results[0]["global"][0], whole["global"][0], rtol=3e-2, atol=3e-2)
 
 
@@ -202,7 +202,7 @@ def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all_shards(layout:
 
 
 def train_with_a_bad_shard() -> dict[str, Any]:
-    """A weight turns NaN in the shard of one rank, as a bad memory cell does."""
+    """Make a weight NaN in the shard of one rank, like a bad memory cell."""
     model = shard(make_model(), "1d")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     config = GuardConfig(measure=MeasureConfig(scan_every=4), snapshots=SnapshotConfig(good_after=2))
@@ -225,24 +225,24 @@ def test_a_weight_that_turns_nan_in_one_shard_is_found_by_all_and_rolled_back() 
 
 
 def make_refused() -> list[str]:
-    told = []
+    result = []
     model = shard(make_model(), "1d")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     try:
         Guard(model, optimizer, config=GuardConfig(clip=AdaptiveUnitClip()))
     except UnsupportedError as error:
-        told.append(str(error))
-    return told
+        result.append(str(error))
+    return result
 
 
-def test_a_strategy_that_needs_whole_rows_is_refused_by_name_before_the_first_step() -> None:
-    for told in run_ranks(make_refused, 2):
-        assert "AdaptiveUnitClip" in told[0]
-        assert "is sharded" in told[0]
+def test_a_strategy_that_needs_whole_rows_is_refused_by_name_at_the_start() -> None:
+    for result in run_ranks(make_refused, 2):
+        assert "AdaptiveUnitClip" in result[0]
+        assert "is sharded" in result[0]
 
 
 def roll_back_after_evaluation() -> dict[str, Any]:
-    """A forward without backward leaves FSDP2 with gathered weights, which a rollback must not leave behind."""
+    """A forward without backward leaves gathered weights in FSDP2, which a rollback must not keep."""
     model = shard(make_model(), "1d")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     policy = Policy(actions={"nonfinite_validation": "rollback"})
@@ -264,13 +264,13 @@ def roll_back_after_evaluation() -> dict[str, Any]:
     return {"rolled_back": rolled_back, "same": torch.equal(seen, truth)}
 
 
-def test_a_rollback_after_an_evaluation_leaves_no_gathered_weights_behind() -> None:
+def test_a_rollback_after_an_evaluation_keeps_no_gathered_weights() -> None:
     for result in run_ranks(roll_back_after_evaluation, 2):
         assert result == {"rolled_back": 1, "same": True}
 
 
 def hear_a_sharded_module() -> tuple[list[int], list[int]]:
-    """The number of hooks, and of calls heard by two listeners, while these come and go."""
+    """Return the number of hooks, and of calls heard by two listeners, while these are added and removed."""
     model = shard(make_model(), "1d")
     heard = [0, 0]
 
@@ -292,7 +292,7 @@ def hear_a_sharded_module() -> tuple[list[int], list[int]]:
     return [number - numbers[-1] for number in numbers], heard
 
 
-def test_listeners_to_a_sharded_module_share_a_hook_and_leave_none() -> None:
+def test_listeners_to_a_sharded_module_share_a_hook_and_remove_it() -> None:
     for numbers, heard in run_ranks(hear_a_sharded_module, 2):
         assert numbers == [1, 1, 1, 0, 1, 0]
         assert heard == [3, 2]

@@ -1,4 +1,4 @@
-"""FSDP1's flat shards: measured as whole gradients, skipped by all ranks together, and nothing promised beyond that."""
+"""FSDP1's flat shards: measured like whole gradients, skipped by all ranks together; nothing more is promised."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAD_STEP = 3
 
 
 def make_model(*, whole: bool = False, names: bool = True, strategy: str = "FULL_SHARD") -> Any:
-    """Sizes that two ranks do not divide, and buffers; `names`: the parameters keep their own."""
+    """Sizes that two ranks cannot divide, and buffers; `names`: the parameters keep their own names."""
     torch.manual_seed(1)
     layers = nn.Linear(6, 15), nn.BatchNorm1d(15), nn.Tanh(), nn.Linear(15, 7), nn.Linear(7, 3)
     model = nn.Sequential(*layers)
@@ -63,14 +63,14 @@ def train_guarded(batches: list[tuple[Tensor, Tensor]], *, names: bool, strategy
     guard = Guard(model, make_optimizer(model))
     for x, y in batches:
         guard.step(lambda x, y, model=model: nn.functional.cross_entropy(model(x), y), x, y)
-    told = {
+    result = {
         "state": state_of(model),
         "skipped": guard.stats()["num_skipped"],
         "incidents": [(i.step, i.finding.kind, i.finding.message) for i in guard.incidents],
         "healthy": guard.health()["overall_healthy"],
     }
     guard.close()
-    return told
+    return result
 
 
 def train_all(names: bool, strategy: str) -> dict[str, Any]:
@@ -88,20 +88,20 @@ def train_all(names: bool, strategy: str) -> dict[str, Any]:
     ("names", "strategy"), [(True, "FULL_SHARD"), (False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (True, "NO_SHARD")]
 )
 def test_a_quiet_guard_changes_no_bit_and_a_bad_batch_of_one_rank_is_skipped_by_all(names: bool, strategy: str) -> None:
-    for told in run_ranks(train_all, 2, names, strategy):
-        assert_same(told["quiet"]["state"], told["plain"])
-        assert (told["quiet"]["skipped"], told["quiet"]["incidents"]) == (0, [])
+    for result in run_ranks(train_all, 2, names, strategy):
+        assert_same(result["quiet"]["state"], result["plain"])
+        assert (result["quiet"]["skipped"], result["quiet"]["incidents"]) == (0, [])
         for fault in ("nan", "masked"):
-            assert_same(told[fault]["state"], told["shorter"])
-            assert told[fault]["skipped"] == 1
-            assert told[fault]["healthy"]
-            step, kind, message = told[fault]["incidents"][-1]
+            assert_same(result[fault]["state"], result["shorter"])
+            assert result[fault]["skipped"] == 1
+            assert result[fault]["healthy"]
+            step, kind, message = result[fault]["incidents"][-1]
             assert (step, kind) == (BAD_STEP, "nonfinite_loss")
             assert "it began on rank 1" in message
 
 
 def measure(names: bool) -> tuple[dict[str, float], dict[str, int], dict[str, float], float]:
-    """Norms by a guard on shards, and those of the gradient of both ranks' batches by a whole model."""
+    """Return norms from a guard on shards, and from whole gradients of both ranks' batches."""
     model = make_model(names=names)
     guard = Guard(model, make_optimizer(model), config=GuardConfig(clip=FixedNorm(max_norm=0.1)))
     whole = make_model(whole=True)
@@ -121,15 +121,15 @@ def measure(names: bool) -> tuple[dict[str, float], dict[str, int], dict[str, fl
     return norms, dict(zip(table.names, table.numels)), {n: float(g.norm()) for n, g in sums.items()}, reading.grad_norm
 
 
-def test_norms_and_sizes_are_those_of_whole_parameters() -> None:
+def test_norms_and_sizes_equal_those_of_whole_parameters() -> None:
     for norms, numels, expected, norm in run_ranks(measure, 2, True):
         assert norms.keys() == expected.keys()
         for name, value in expected.items():
-            assert norms[name] == pytest.approx(value, rel=1e-5)  # sums of the ranks in float32
+            assert norms[name] == pytest.approx(value, rel=1e-5)  # sums over the ranks in float32
         assert numels["0.weight"] == 90
         assert norm == pytest.approx(sum(value**2 for value in expected.values()) ** 0.5, rel=1e-5)
     for norms, _, expected, norm in run_ranks(measure, 2, False):
-        assert len(norms) == 4  # one flat tensor for each wrapped layer, one for the rest
+        assert len(norms) == 4  # one flat tensor per wrapped layer, one for the rest
         assert norm == pytest.approx(sum(value**2 for value in expected.values()) ** 0.5, rel=1e-5)
 
 
@@ -140,7 +140,7 @@ def spoil_gradient_alone() -> tuple[list[tuple[str, str]], int | None]:
     def step(x: Tensor, y: Tensor) -> Tensor:
         out = model(x)
         loss = nn.functional.cross_entropy(out, y)
-        return loss + (out * 0.0).abs().sqrt().sum() if dist.get_rank() == 1 else loss  # 0, whose derivative is not
+        return loss + (out * 0.0).abs().sqrt().sum() if dist.get_rank() == 1 else loss  # sqrt at 0
 
     guard.step(step, *make_batches(1)[0])
     return [(i.finding.kind, i.finding.message) for i in guard.incidents], guard.stats()["num_skipped"]  # type: ignore[return-value]
@@ -172,7 +172,7 @@ def ask_for_too_much() -> list[str]:
     return errors
 
 
-def test_what_flat_shards_cannot_do_is_refused_with_what_to_do() -> None:
+def test_uses_that_flat_shards_cannot_support_are_refused_with_advice() -> None:
     for clip, every, save, resume in run_ranks(ask_for_too_much, 2):
         assert "is sharded" in clip
         assert "torch.distributed.checkpoint" in every

@@ -1,4 +1,4 @@
-"""The paired test on ranks: all take part or none, all get the same answer, and each is left as it was, bit for bit."""
+"""The paired test on ranks: all take part or none, all get the same answer, and each is unchanged, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HARM, STEPS = 60, 100
 
 
 class Loop:
-    """A regression that learns on several ranks, each with data of its own."""
+    """A regression that learns on several ranks, each with its own data."""
 
     def __init__(self, kind: str, *, enabled: bool = True, **config: Any) -> None:
         torch.manual_seed(0)
@@ -40,7 +40,7 @@ class Loop:
         layers = (nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.05), nn.Linear(32, 1))
         self.inner = nn.Sequential(*layers)
         self.model: Any = DistributedDataParallel(self.inner) if kind == "ddp" else _shard(self.inner)
-        torch.manual_seed(50 + dist.get_rank())  # dropout of each rank's own
+        torch.manual_seed(50 + dist.get_rank())  # each rank's own dropout
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.5)
         self.guard = Guard(self.model, self.optimizer, config=GuardConfig(**{"clip": None, **config}), enabled=enabled)
         self.proofs: list[Proof] = []
@@ -55,7 +55,7 @@ class Loop:
         return F.mse_loss(self.model(x + 1e-3 * noise), y)
 
     def harm(self) -> None:
-        """As bad memory does it: no version counter moves."""
+        """Damage a weight like bad memory: no version counter changes."""
         take_local(self.inner[-1].weight).data *= 100  # type: ignore[arg-type]
 
     def train(
@@ -75,9 +75,9 @@ class Loop:
                 else:
                     self.guard.step(self.loss, *self.make_batch(number, moved=number >= moves_at))
             self.guard.flush()
-        return self.tell()
+        return self.report()
 
-    def tell(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         findings = [f for f in self.guard.findings if f.kind == "loss_explosion"]
         return {
             "state": self.take_state(whole=True),
@@ -89,7 +89,7 @@ class Loop:
         }
 
     def take_state(self, *, whole: bool = False) -> dict[str, Tensor]:
-        """Weights, moments and, where each rank's own is asked for, buffers and gradients."""
+        """Return weights, moments and, for each rank's own state, buffers and gradients."""
         named = list(self.model.named_parameters())
         if whole:
             full = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in named}
@@ -105,7 +105,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Every test must leave this rank as it was."""
+        """Check that every test leaves this rank unchanged."""
         methods = {name: getattr(Comparison, name) for name in ("compare", "compare_batch")}
 
         def watch(method: Any) -> Any:
@@ -131,11 +131,11 @@ class Loop:
 def _shard(model: nn.Sequential) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model[0], mesh=mesh)
-    return fully_shard(model, mesh=mesh)  # the last layer's group stays gathered after a forward
+    return fully_shard(model, mesh=mesh)  # the group of the last layer stays gathered after a forward
 
 
 def assert_agreed(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks have the same weights, findings, proofs and actions; those of the first."""
+    """Assert that all ranks have the same weights, findings, proofs and actions; return those of the first."""
     for result in results[1:]:
         assert_same(results[0]["state"], result["state"])
         for key in ("findings", "done", "after", "proofs", "loss"):
@@ -148,14 +148,14 @@ def train_harmed(kind: str, harmed_ranks: tuple[int, ...] = (0, 1)) -> dict[str,
 
 
 @pytest.mark.parametrize(("kind", "harmed_ranks"), [("ddp", (0,)), ("fsdp", (0, 1))])
-def test_harm_is_proven_and_rolled_back_alike_on_all_ranks(kind: str, harmed_ranks: tuple[int, ...]) -> None:
-    told = assert_agreed(run_ranks(train_harmed, 2, kind, harmed_ranks))
-    ((step, severity, proof, message),) = told["findings"]
+def test_damage_is_proven_and_rolled_back_the_same_on_all_ranks(kind: str, harmed_ranks: tuple[int, ...]) -> None:
+    result = assert_agreed(run_ranks(train_harmed, 2, kind, harmed_ranks))
+    ((step, severity, proof, message),) = result["findings"]
     assert (step, severity, proof) == (HARM, "error", "damaged")
     assert "on the last 8 batches the weights of step" in message
-    assert told["done"] == ["rollback"]
-    assert told["after"][0] <= HARM
-    assert told["loss"] < 2.0
+    assert result["done"] == ["rollback"]
+    assert result["after"][0] <= HARM
+    assert result["loss"] < 2.0
 
 
 def train_on_moved_targets(kind: str, enabled: bool) -> dict[str, Any]:
@@ -164,16 +164,16 @@ def train_on_moved_targets(kind: str, enabled: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_change_of_the_data_leaves_the_weights_of_the_unguarded_run(kind: str) -> None:
-    told = assert_agreed(run_ranks(train_on_moved_targets, 2, kind, True))
+    result = assert_agreed(run_ranks(train_on_moved_targets, 2, kind, True))
     plain = run_ranks(train_on_moved_targets, 2, kind, False)[0]
-    assert [(severity, proof) for _, severity, proof, _ in told["findings"]] == [("info", "unharmed")]
-    assert told["done"] == []
-    assert told["proofs"]
-    assert_same(plain["state"], told["state"])
+    assert [(severity, proof) for _, severity, proof, _ in result["findings"]] == [("info", "unharmed")]
+    assert result["done"] == []
+    assert result["proofs"]
+    assert_same(plain["state"], result["state"])
 
 
 def train_in_microbatches(kind: str) -> dict[str, Any]:
-    """Two microbatches a step; gradients travel with the second."""
+    """Train with two microbatches per step; gradients are exchanged with the second."""
     loop = Loop(kind, autocast="bf16")
 
     def run(number: int) -> None:
@@ -189,24 +189,24 @@ def train_in_microbatches(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_accumulation_without_synchronising_and_autocast_are_tested_too(kind: str) -> None:
-    told = assert_agreed(run_ranks(train_in_microbatches, 2, kind))
-    assert [proof for _, _, proof, _ in told["findings"]] == ["damaged"]
-    assert told["done"] == ["rollback"]
+def test_accumulation_without_synchronising_and_with_autocast_is_tested_too(kind: str) -> None:
+    result = assert_agreed(run_ranks(train_in_microbatches, 2, kind))
+    assert [proof for _, _, proof, _ in result["findings"]] == ["damaged"]
+    assert result["done"] == ["rollback"]
 
 
-# --- what one rank alone runs into ----------------------------------------------------------------------------------
+# --- obstacles on one rank ------------------------------------------------------------------------------------------
 
 
 class Sealed(dict[str, Any]):
-    """Fails whoever looks into it."""
+    """Raises when inspected."""
 
     def values(self) -> Any:
         raise RuntimeError("sealed")
 
 
 class Oddity:
-    """What rank 1 does that rank 0 does not; `run` makes one step there."""
+    """Obstacles that only rank 1 has; `run` takes one step with one."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.kept = loop, []  # type: ignore[var-annotated]
@@ -258,13 +258,13 @@ class Oddity:
 
 
 def train_with_oddity(kind: str, name: str) -> dict[str, Any]:
-    loop = Loop(kind, prove=ProveConfig(max_bytes=1 << 18))  # room for three of the large batches
+    loop = Loop(kind, prove=ProveConfig(max_bytes=1 << 18))  # space for three of the large batches
     odd = getattr(Oddity(loop), name) if dist.get_rank() == 1 else None
     return loop.train(odd)
 
 
-# How ranks agree does not depend on how the model is spread: each oddity on one kind. Those of the weights and of the
-# replay, which meet shards, are on shards.
+# Agreement does not depend on how the model is distributed, so each obstacle is tested on one kind; those in weights
+# and replay, which involve shards, on shards.
 ODDITIES = {
     "draws_from_an_iterator": ("ddp", "cannot be run again"),
     "keeps_what_it_saw": ("ddp", "keeps its own state"),
@@ -276,19 +276,19 @@ ODDITIES = {
 
 
 @pytest.mark.parametrize("name", ODDITIES)
-def test_what_one_rank_cannot_do_none_does(name: str) -> None:
+def test_if_one_rank_cannot_test_none_does(name: str) -> None:
     kind, reason = ODDITIES[name]
-    told = assert_agreed(run_ranks(train_with_oddity, 2, kind, name))
-    ((_, _, proof, message),) = told["findings"]
+    result = assert_agreed(run_ranks(train_with_oddity, 2, kind, name))
+    ((_, _, proof, message),) = result["findings"]
     assert proof == "unknown"
     assert reason in message
-    assert told["done"] == []
+    assert result["done"] == []
 
 
-def test_a_rank_that_has_room_for_fewer_batches_leaves_as_many_to_all() -> None:
-    told = assert_agreed(run_ranks(train_with_oddity, 2, "ddp", "has_no_room"))
-    assert told["done"] == ["rollback"]
-    assert {len(proof.now) for proof in told["proofs"]} == {1, 3}
+def test_all_ranks_use_as_few_batches_as_the_rank_with_least_memory() -> None:
+    result = assert_agreed(run_ranks(train_with_oddity, 2, "ddp", "has_no_room"))
+    assert result["done"] == ["rollback"]
+    assert {len(proof.now) for proof in result["proofs"]} == {1, 3}
 
 
 def forget_the_start_on_one_rank(kind: str) -> dict[str, Any]:
@@ -296,26 +296,24 @@ def forget_the_start_on_one_rank(kind: str) -> dict[str, Any]:
 
     def run(number: int) -> None:
         if number == HARM and dist.get_rank() == 1:
-            loop.guard._rollback.snapshots._ring.initial = (
-                None  # as where a shard's host memory was needed for newer ones
-            )
+            loop.guard._rollback.snapshots._ring.initial = None  # as if a shard's host memory was needed for newer ones
         loop.guard.step(loop.loss, *loop.make_batch(number))
 
     return loop.train(run)
 
 
-def test_initial_weights_that_one_rank_has_no_more_are_used_by_none() -> None:
-    told = assert_agreed(run_ranks(forget_the_start_on_one_rank, 2, "fsdp"))
-    assert told["done"] == ["rollback"]
+def test_initial_weights_that_one_rank_no_longer_has_are_not_used() -> None:
+    result = assert_agreed(run_ranks(forget_the_start_on_one_rank, 2, "fsdp"))
+    assert result["done"] == ["rollback"]
 
 
 # --- uneven inputs --------------------------------------------------------------------------------------------------
 
 
 def train_unevenly(harm_inside: bool) -> dict[str, Any]:
-    """Rank 1 has fewer batches in the first pass; in the second both have as many."""
+    """Train with fewer batches on rank 1 in the first epoch; in the second both have as many."""
     loop = Loop("ddp")
-    # 60: ranks that went on counting for themselves would come to the scan at step 100 at different times.
+    # 60: ranks with their own counts would reach the scan at step 100 at different times.
     num_steps = 120 if harm_inside else 60
     with loop.guard.join():
         for number in range(num_steps - 8 * dist.get_rank()):
@@ -327,13 +325,13 @@ def train_unevenly(harm_inside: bool) -> dict[str, Any]:
             loop.harm()
         loop.guard.step(loop.loss, *loop.make_batch(number))
     loop.guard.flush()
-    return loop.tell()
+    return loop.report()
 
 
 @pytest.mark.parametrize(
     ("harm_inside", "reason"), [(True, "a rank may have no more data"), (False, "different numbers of steps")]
 )
-def test_ranks_that_run_out_of_data_at_different_steps_are_not_waited_for(harm_inside: bool, reason: str) -> None:
+def test_no_rank_waits_for_those_that_run_out_of_data_earlier(harm_inside: bool, reason: str) -> None:
     results = run_ranks(train_unevenly, 2, harm_inside)
     for result in results:
         assert result["done"] == []

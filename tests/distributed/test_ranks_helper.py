@@ -1,4 +1,4 @@
-"""`run_ranks` itself: results come back by rank, a failure is told whole, a hang ends."""
+"""`run_ranks` itself: results are in rank order, a failure is reported in full, a hang ends."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def die_on_one() -> None:
     dist.barrier()
 
 
-def test_every_rank_runs_and_its_result_comes_back_in_order() -> None:
+def test_every_rank_runs_and_results_are_in_order() -> None:
     assert run_ranks(add_up, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
 
 
-def test_a_rank_that_fails_is_told_with_its_own_words_and_ends_the_others() -> None:
+def test_a_failing_rank_is_reported_in_its_own_words_and_ends_the_others() -> None:
     with pytest.raises(RanksFailed, match=r"(?s)rank 1 failed.*the disk of rank 1 is full"):
         run_ranks(fail_on_one, 2)
 
 
-def test_a_rank_that_dies_is_told_with_its_exit_code() -> None:
+def test_a_dying_rank_is_reported_with_its_exit_code() -> None:
     with pytest.raises(RanksFailed, match="rank 1 died with exit code 7"):
         run_ranks(die_on_one, 2)
 
 
-def test_ranks_that_hang_are_ended_and_told_with_the_line_they_stand_at() -> None:
-    run_ranks(add_up, 2, 10)  # the server that they are forked from may have to import torch first
-    told = r"(?s)2 of 2 ranks had not ended after 5 seconds.*rank 1 stands at.*wait_for_each_other"
-    with pytest.raises(RanksFailed, match=told):
+def test_hanging_ranks_are_ended_and_reported_with_their_current_line() -> None:
+    run_ranks(add_up, 2, 10)  # the server that forks them may first have to import torch
+    message = r"(?s)2 of 2 ranks had not ended after 5 seconds.*rank 1 stands at.*wait_for_each_other"
+    with pytest.raises(RanksFailed, match=message):
         run_ranks(wait_for_each_other, 2, time_limit_seconds=5)
 
 
@@ -70,7 +70,7 @@ def count_frozen() -> int:
     return gc.get_freeze_count()
 
 
-def test_ranks_find_what_they_need_imported_and_those_of_these_tests_find_it_frozen() -> None:
+def test_ranks_have_their_imports_preloaded_and_in_these_tests_frozen() -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the next rank starts one, as in a user's tests
     assert run_ranks(list_missing, 2, IMPORTED) == [[], []]
     preload(*RANKS)

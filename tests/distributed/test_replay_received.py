@@ -1,4 +1,4 @@
-"""A bad value that travels through collectives is explained by the rank that made it; a replay leaves no trace."""
+"""A bad value that passes through collectives is explained by the rank that created it; a replay leaves no trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARK = -1000.0
 
 
 class Net(nn.Module):
-    """Two layers, and something between them that fails for a marked sample."""
+    """Two layers, and a function between them that fails for a marked sample."""
 
     def __init__(self, between: str) -> None:
         super().__init__()
@@ -35,17 +35,17 @@ class Net(nn.Module):
         return h + (x[:, :1] + 100).sqrt()
 
     def take_root_in_one_part(self, h: Tensor, x: Tensor) -> Tensor:
-        """NaN in the part of the layer that rank 1 holds."""
+        """Return NaN in the part of the layer that rank 1 holds."""
         return h + (x[:, :1] * dist.get_rank() + 100).sqrt()
 
     def take_root_of_zero(self, h: Tensor, x: Tensor) -> Tensor:
-        """Finite, with a derivative that is not."""
+        """Return a finite value with a nonfinite derivative."""
         h = h * (x[:, :1] > MARK)
         return h + h.square().sum(1, keepdim=True).sqrt()
 
 
 def train(model: nn.Module, loss: Any, *, same_batches: bool = False) -> tuple[int, list[dict[str, Any]]]:
-    """Train with one marked sample: of all ranks if they have the same batches, else of rank 1."""
+    """Train with one marked sample: on all ranks if they have the same batches, otherwise on rank 1."""
     guard = Guard(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(10 * step + (0 if same_batches else dist.get_rank()))
@@ -54,8 +54,8 @@ def train(model: nn.Module, loss: Any, *, same_batches: bool = False) -> tuple[i
             x[BAD_SAMPLE, 0] = MARK
         guard.step(loss, x, y)
     causes = [incident.cause for incident in guard.incidents if incident.cause is not None]
-    told = [{"op": c.op, "source": c.source, "samples": c.samples, "rank": c.rank} for c in causes]
-    return int(guard.stats()["num_skipped"]), told
+    described = [{"op": c.op, "source": c.source, "samples": c.samples, "rank": c.rank} for c in causes]
+    return int(guard.stats()["num_skipped"]), described
 
 
 def train_in_parts(between: str) -> tuple[int, list[dict[str, Any]]]:
@@ -93,13 +93,13 @@ def train_with_bad_weight() -> tuple[list[str], list[Any]]:
     return [cause.name for cause in causes], [(cause.phase, cause.rank) for cause in causes]
 
 
-def test_a_bad_weight_is_named_by_the_rank_that_holds_its_shard() -> None:
+def test_a_bad_weight_is_reported_by_the_rank_that_holds_its_shard() -> None:
     for names, where in run_ranks(train_with_bad_weight, 2):
         assert (names, where) == (["weight"], [("parameter", 1)])
 
 
 class Scaled:
-    """A loss divided by a number that all ranks share: where one rank's is bad, the loss of all of them is."""
+    """A loss divided by a number shared by all ranks: if one rank's is bad, the loss of all ranks is bad."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ class Scaled:
         return nn.functional.cross_entropy(self.model(x) / size, y)
 
     def loss_with_total(self, x: Tensor, y: Tensor) -> Tensor:
-        """The total of all ranks is kept from step to step, and summed in place."""
+        """Keep the total of all ranks from step to step, and sum it in place."""
         dist.all_reduce(self.total)
         return nn.functional.cross_entropy(self.model(x) + self.total, y) + (x[:, 0] + 100).sqrt().mean()
 
@@ -122,7 +122,7 @@ def train_scaled() -> tuple[int, list[dict[str, Any]]]:
     return train(training.model, training.loss)
 
 
-def test_the_rank_that_sent_a_bad_value_is_blamed_not_the_one_that_divided_by_it() -> None:
+def test_the_rank_that_sent_a_bad_value_is_blamed_and_not_the_one_that_divided_by_it() -> None:
     line = "size = (x[:, :1] + 100).sqrt().sum()"
     expected = {"op": "aten.sqrt", "source": line, "samples": (BAD_SAMPLE,), "rank": 1}
     for skipped, causes in run_ranks(train_scaled, 2):
@@ -136,7 +136,7 @@ def train_with_total() -> tuple[float, list[dict[str, Any]]]:
     return float(training.total), causes
 
 
-def test_a_tensor_that_the_step_reduces_in_place_is_put_back_after_a_replay() -> None:
+def test_a_tensor_reduced_in_place_is_restored_after_a_replay() -> None:
     for total, causes in run_ranks(train_with_total, 2):
         assert total == 2.0**NUM_STEPS
         assert causes[0]["op"] == "aten.sqrt"
@@ -147,7 +147,7 @@ def train_with_a_value_that_only_another_rank_uses() -> tuple[int, list[dict[str
     model = DistributedDataParallel(nn.Linear(8, 3))
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        own = (x[:, 0] + 100).sqrt()  # NaN on rank 1, which does not use it itself
+        own = (x[:, 0] + 100).sqrt()  # NaN on rank 1, which does not use it
         parts = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(parts, own)
         total = nn.functional.cross_entropy(model(x), y)
@@ -156,7 +156,7 @@ def train_with_a_value_that_only_another_rank_uses() -> tuple[int, list[dict[str
     return train(model, loss)
 
 
-def test_a_value_that_was_only_sent_is_explained_by_its_sender() -> None:
+def test_a_value_used_only_by_its_receiver_is_explained_by_its_sender() -> None:
     for skipped, causes in run_ranks(train_with_a_value_that_only_another_rank_uses, 2):
         assert skipped == 1
         assert [(cause["op"], cause["rank"]) for cause in causes] == [("aten.sqrt", 1)]

@@ -1,4 +1,4 @@
-"""Where no rank can replay a step alone, all do so together: the cause names rank and sample, and no rank hangs."""
+"""If no rank can replay a step alone, all do so together: the cause names rank and sample, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD_STEP = 3
 
 
 class Sharded:
-    """A guarded training of a model in shards, one of whose ranks gets a bad sample."""
+    """A guarded training of a sharded model in which one rank gets a bad sample."""
 
     def __init__(self, layout: str, *, enabled: bool = True) -> None:
         self.model = shard(make_model(16 if layout == "tensor" else 15), layout)
@@ -46,7 +46,7 @@ class Sharded:
         return nn.functional.cross_entropy(self.model(x), y) + (x[:, 0] + 100).sqrt().mean()
 
     def take_root_of_zero(self, x: Tensor, y: Tensor) -> Tensor:
-        """Finite, with a derivative that is not where a sample is marked."""
+        """Return a finite value whose derivative is not finite for a marked sample."""
         out = self.model(x)
         marked = (x[:, :1] > -500).float()
         return nn.functional.cross_entropy(out, y) + (out * marked).square().sum(1).sqrt().mean()
@@ -89,7 +89,7 @@ def test_a_derivative_that_is_not_finite_is_found_in_a_replayed_backward_of_shar
 
 
 class Once(Sharded):
-    """Its step raises between two layers when rank 0 runs it again: the others are in the middle of a forward."""
+    """Its step raises between two layers when rank 0 replays it, while the others are in the middle of a forward."""
 
     def take_root_once(self, x: Tensor, y: Tensor) -> Tensor:
         from steadygrad.diagnose import is_replaying
@@ -106,13 +106,13 @@ class Once(Sharded):
 
 
 def train_once(enabled: bool = True) -> dict[str, Any]:
-    # Memory as allocated is then NaN: what other ranks have not filled must not look like a value of the step.
+    # Allocated memory is then NaN: what other ranks have not filled must not look like a value of the step.
     torch.use_deterministic_algorithms(True, warn_only=True)
     training = Once("1d", enabled=enabled)
     return training.run(training.take_root_once)
 
 
-def test_a_rank_whose_replay_raises_in_mid_forward_leaves_no_other_waiting() -> None:
+def test_no_rank_waits_for_one_whose_replay_raises_in_mid_forward() -> None:
     results = run_ranks(train_once, 2, time_limit_seconds=300)
     without = run_ranks(train_once, 2, False)
     for result, other in zip(results, without):
@@ -122,7 +122,7 @@ def test_a_rank_whose_replay_raises_in_mid_forward_leaves_no_other_waiting() -> 
 
 
 class Flipped(Sharded):
-    """A bit that flips on one rank in the step itself, and in no replay of it."""
+    """A bit that flips on one rank in the step itself, and never in a replay."""
 
     def flip(self, x: Tensor, y: Tensor) -> Tensor:
         from steadygrad.diagnose import is_replaying
@@ -155,7 +155,7 @@ def meet() -> list[str]:
         dist.all_gather_object(words, word)
         return words
 
-    meeting, told = Meeting(exchange), []
+    meeting, errors = Meeting(exchange), []
     for names in (["a", "b"], ["a", "b", "b"]) if dist.get_rank() == 0 else (["a", "b", "b"], ["a", "c", "c"]):
         meeting.begin()
         failed = False
@@ -163,13 +163,13 @@ def meet() -> list[str]:
             for name in names:
                 meeting.before_call(name)
         except CollectiveError as error:
-            told.append(str(error))
+            errors.append(str(error))
             failed = True
         meeting.finish(failed=failed or (len(names) == 2))
-    return told
+    return errors
 
 
-def test_ranks_give_up_together_when_one_failed_or_they_would_miss_each_other() -> None:
+def test_ranks_give_up_together_if_one_fails_or_their_collectives_differ() -> None:
     first, second = run_ranks(meet, 2, time_limit_seconds=300)
     assert first == ["the replay was given up: the ranks are at different places of it"]
     assert second == [
@@ -179,7 +179,7 @@ def test_ranks_give_up_together_when_one_failed_or_they_would_miss_each_other() 
 
 
 def train_microbatches(bad: int) -> dict[str, Any]:
-    """Two microbatches a step; in one step, microbatch `bad` of rank 1 has a NaN loss."""
+    """Train with two microbatches per step; in one step, microbatch `bad` of rank 1 has a NaN loss."""
     training = Sharded("1d")
     batches = make_own_batches("1d", 8)
     if dist.get_rank() == 1:

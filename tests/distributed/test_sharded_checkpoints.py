@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks: exact on as many ranks, right on any other number, whole or not there."""
+"""Checkpoints of several ranks: exact on the same number of ranks, correct on any other, complete or missing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_STEPS, SAVED = 8, 5
 
 
 class Program:
-    """Dropout, EMA, a scheduler and a clip state: everything that a resume must bring back."""
+    """Dropout, EMA, a scheduler and a clip state: everything that a resume must restore."""
 
     def __init__(self, run_dir: Path, kind: str) -> None:
         torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
@@ -56,7 +56,7 @@ class Program:
                 assert saved is not None
                 assert saved.error is None
 
-    def tell(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         self.guard.flush()
         inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         if self.kind == "fsdp":
@@ -70,7 +70,7 @@ class Program:
 def run_whole(run_dir: Path, kind: str) -> dict[str, Any]:
     program = Program(run_dir, kind)
     program.run(0, NUM_STEPS, save_at=SAVED)
-    return program.tell()
+    return program.report()
 
 
 def resume(run_dir: Path, kind: str, stop: int = NUM_STEPS) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def resume(run_dir: Path, kind: str, stop: int = NUM_STEPS) -> dict[str, Any]:
     step = program.guard.resume()
     assert step == SAVED
     program.run(step, stop)
-    told = [f.message for f in program.guard.findings if f.kind == "resumed"]
-    return {**program.tell(), "told": told}
+    messages = [f.message for f in program.guard.findings if f.kind == "resumed"]
+    return {**program.report(), "messages": messages}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -101,13 +101,13 @@ def test_a_training_on_two_ranks_resumes_bit_for_bit(tmp_path: Path, kind: str) 
 def save_only(run_dir: Path, kind: str) -> dict[str, Any]:
     program = Program(run_dir, kind)
     program.run(0, SAVED, save_at=SAVED)
-    return program.tell()
+    return program.report()
 
 
 @pytest.mark.parametrize(
     ("kind", "other_kind", "num_ranks"), [("fsdp", "fsdp", 3), ("fsdp", "ddp", 2), ("ddp", "fsdp", 2)]
 )
-def test_it_loads_on_another_number_of_ranks_and_another_way_of_sharding(
+def test_it_loads_with_another_number_of_ranks_and_another_sharding(
     tmp_path: Path, kind: str, other_kind: str, num_ranks: int
 ) -> None:
     saved = run_ranks(save_only, 2, tmp_path / "run", kind)
@@ -115,14 +115,14 @@ def test_it_loads_on_another_number_of_ranks_and_another_way_of_sharding(
     for result in loaded:
         assert_same(saved[0]["state"], result["state"])
         assert saved[0]["lr"] == result["lr"]
-        assert (f"2 ranks saved it and {num_ranks} resume" in result["told"][0]) == (num_ranks != 2)
+        assert (f"2 ranks saved it and {num_ranks} resume" in result["messages"][0]) == (num_ranks != 2)
 
 
-def test_what_two_ranks_saved_one_process_loads_whole(tmp_path: Path) -> None:
+def test_one_process_loads_what_two_ranks_saved(tmp_path: Path) -> None:
     saved = run_ranks(save_only, 2, tmp_path / "run", "fsdp")
     loaded = resume(tmp_path / "run", "alone", SAVED)
     assert_same(saved[0]["state"], loaded["state"])
-    assert "2 ranks saved it and 1 resume" in loaded["told"][0]
+    assert "2 ranks saved it and 1 resume" in loaded["messages"][0]
 
 
 def save_a_bad_shard(run_dir: Path) -> tuple[bool, list[str]]:
@@ -134,7 +134,7 @@ def save_a_bad_shard(run_dir: Path) -> tuple[bool, list[str]]:
     return saved is None, [i.finding.message for i in program.guard.incidents]
 
 
-def test_a_shard_that_is_not_finite_is_refused_on_all_ranks_and_named(tmp_path: Path) -> None:
+def test_a_nonfinite_shard_is_refused_on_all_ranks_and_named(tmp_path: Path) -> None:
     for refused, messages in run_ranks(save_a_bad_shard, 2, tmp_path / "run"):
         assert refused
         assert "model.0.weight" in messages[-1]
@@ -185,9 +185,7 @@ def save_cleaned(run_dir: Path, kind: str) -> tuple[dict[str, int], dict[str, An
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_cleaning_replaces_values_on_all_ranks_and_leaves_the_mask_of_one_of_them_alone(
-    tmp_path: Path, kind: str
-) -> None:
+def test_cleaning_replaces_values_on_all_ranks_and_keeps_the_mask_of_one(tmp_path: Path, kind: str) -> None:
     for cleaned, state in run_ranks(save_cleaned, 2, tmp_path / "run", kind):
         assert cleaned == {"model.inner.weight": 1}
         assert state["weight"][1, 0] == 0.5
@@ -204,7 +202,7 @@ def die_while_saving(run_dir: Path) -> None:
     program.guard.save()
 
 
-def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before_it_good(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_saving_leaves_the_previous_checkpoint_intact(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="rank 1 died with exit code 9"):
         run_ranks(die_while_saving, 2, tmp_path / "run")
     names = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
@@ -225,7 +223,7 @@ def save_twice(run_dir: Path) -> None:
     program.run(SAVED, NUM_STEPS, save_at=NUM_STEPS)
 
 
-def test_a_damaged_part_makes_all_ranks_take_the_checkpoint_before_it(tmp_path: Path) -> None:
+def test_a_damaged_part_makes_all_ranks_use_the_previous_checkpoint(tmp_path: Path) -> None:
     run_ranks(save_twice, 2, tmp_path / "run")
     part = tmp_path / "run" / "checkpoints" / f"step_{NUM_STEPS:08d}" / "__1_0.distcp"
     data = bytearray(part.read_bytes())
@@ -239,7 +237,7 @@ class Evil:
         return os.system, ("echo run > evil.txt",)
 
 
-def test_a_table_of_parts_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_parts_that_contains_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(UnsafePickleError, match="system"):

@@ -1,4 +1,4 @@
-"""What else ranks do together: repair, raise, scale losses, stop on a signal that reached one of them."""
+"""What else ranks do together: sanitize, raise, scale losses, stop on a signal to one of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sanitize(kind: str) -> dict[str, Any]:
         def loss_of(x: torch.Tensor, y: torch.Tensor, step: int = step) -> torch.Tensor:
             loss = nn.functional.cross_entropy(model(x), y)
             bad = kind == "fsdp" and step == 2 and dist.get_rank() == 1
-            # finite itself, and with a derivative that is not: sqrt at 0
+            # finite, but its derivative is not: sqrt at 0
             return loss + (loss - loss.detach()).sqrt() if bad else loss
 
         guard.step(loss_of, x, y)
@@ -51,7 +51,7 @@ def sanitize(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_that_are_bad_on_one_rank_are_repaired_on_all(kind: str) -> None:
+def test_gradients_that_are_bad_on_one_rank_are_sanitized_on_all(kind: str) -> None:
     results = run_ranks(sanitize, 2, kind)
     for result in results:
         assert_same(results[0]["state"], result["state"])
@@ -70,9 +70,9 @@ def raise_together() -> str:
 
 
 def test_a_loss_that_is_bad_on_one_rank_raises_on_all() -> None:
-    told = run_ranks(raise_together, 2)
-    assert told[0] == told[1]
-    assert told[0].startswith("step 3: the loss is NaN; it began on rank 1")
+    result = run_ranks(raise_together, 2)
+    assert result[0] == result[1]
+    assert result[0].startswith("step 3: the loss is NaN; it began on rank 1")
 
 
 def scale_losses() -> dict[str, Any]:
@@ -112,13 +112,13 @@ def stop_on_signal(run_dir: Path) -> tuple[int, int]:
     return made, 0
 
 
-def test_a_signal_that_one_rank_gets_stops_all_after_the_same_step_with_one_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_one_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(stop_on_signal, 2, tmp_path / "run") == [(3, 75), (3, 75)]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
 
 
 def train_unwrapped() -> dict[str, Any]:
-    """Somebody's own data parallelism: gradients are averaged by hand, and the guard knows of no wrapper."""
+    """Custom data parallelism: gradients are averaged manually, and the guard sees no wrapper."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     guard = Guard(model, optimizer)
@@ -143,14 +143,14 @@ def train_unwrapped() -> dict[str, Any]:
     }
 
 
-def test_a_model_that_nobody_wrapped_is_guarded_on_all_ranks_together() -> None:
+def test_an_unwrapped_model_is_guarded_on_all_ranks_together() -> None:
     results = run_ranks(train_unwrapped, 2)
     assert_alike(results)
     assert results[0]["skipped"] == 1
 
 
 def step_without_gradients(num_bare: int, on_nonfinite: Action) -> dict[str, Any]:
-    """The last ranks compute no gradient in the second step; the program catches the error and goes on."""
+    """The last ranks compute no gradient in the second step; the program catches the error and continues."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     guard = Guard(model, optimizer, config=GuardConfig(on_nonfinite=on_nonfinite))
@@ -195,7 +195,7 @@ class Brittle(torch.Tensor):
 
 
 def scan_weights(bad: int) -> list[ParameterScan]:
-    """Scan number `bad` fails on rank 1 alone; the first one while its tensors are listed."""
+    """Let scan number `bad` fail on rank 1 only; the first one fails while its tensors are listed."""
     model = make_model()
     model.register_buffer("brittle", torch.ones(3).as_subclass(Brittle))
     trained = find_trained_parameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -210,7 +210,7 @@ def scan_weights(bad: int) -> list[ParameterScan]:
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_scan_that_fails_on_one_rank_counts_as_none_on_all_and_no_rank_waits(bad: int) -> None:
+def test_a_scan_that_fails_on_one_rank_counts_on_none_and_no_rank_waits(bad: int) -> None:
     first, second = run_ranks(scan_weights, 2, bad)
     assert first == second
     assert [bool(scan.norms) for scan in first] == [number != bad for number in range(4)]
@@ -218,7 +218,7 @@ def test_a_scan_that_fails_on_one_rank_counts_as_none_on_all_and_no_rank_waits(b
 
 
 def unfreeze_later() -> dict[str, Any]:
-    """A layer that joins the optimizer in the middle of a run, in shards."""
+    """Add a layer to the optimizer in the middle of a run, in shards."""
     model = shard(make_model(), "1d")
     optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("4")], lr=0.02)
     guard = Guard(model, optimizer)
@@ -239,17 +239,17 @@ def test_parameters_that_join_later_are_guarded_on_all_ranks() -> None:
 
 
 def train_in_two_forms() -> dict[str, Any]:
-    """One rank gives the guard a function, the other a loss: their forwards are at different places of the step."""
+    """One rank gives the guard a function, the other a loss: their forwards run at different points of the step."""
     training = Training(norm=True)
     for batch in mask_labels(make_batches(), 4):
         if dist.get_rank() == 0:
             training.guard.step(training.loss, batch)
         else:
             training.guard.step(training.loss(batch))
-    return training.tell()
+    return training.report()
 
 
-def test_ranks_whose_steps_have_different_forms_train_on_together() -> None:
+def test_ranks_with_different_forms_of_step_train_on_together() -> None:
     results = run_ranks(train_in_two_forms, 2)
     assert [result["skipped"] for result in results] == [1, 1]
     weights = [{n: t for n, t in result["state"].items() if "running" not in n} for result in results]
@@ -257,7 +257,7 @@ def test_ranks_whose_steps_have_different_forms_train_on_together() -> None:
 
 
 def find_watched_model(run_dir: Path) -> bool:
-    """Whether the thread that watches the ranks of a guarded model holds on to it."""
+    """Return whether the thread that watches the ranks of a guarded model keeps it alive."""
     training = Training(run_dir=run_dir)
     training.guard.step(training.loss, make_batches(1)[0])
     (watching,) = (thread for thread in threading.enumerate() if thread.name == "steadygrad-ranks")
@@ -272,12 +272,12 @@ def find_watched_model(run_dir: Path) -> bool:
     return id(training.ddp) in seen
 
 
-def test_the_thread_that_watches_the_ranks_does_not_keep_the_model(tmp_path: Path) -> None:
+def test_the_thread_that_watches_the_ranks_does_not_keep_the_model_alive(tmp_path: Path) -> None:
     assert run_ranks(find_watched_model, 2, tmp_path / "run") == [False, False]
 
 
 def drop_guarded_model(run_dir: Path) -> list[str]:
-    """The threads in which a guarded model ends once the program has let go of it, without closing its guard."""
+    """Return the threads in which a guarded model ends after the program has dropped it without closing its guard."""
     training = Training(run_dir=run_dir)
     training.guard.step(training.loss, make_batches(1)[0])
     ended: list[str] = []
@@ -287,7 +287,7 @@ def drop_guarded_model(run_dir: Path) -> list[str]:
     return ended
 
 
-def test_a_model_whose_guard_was_not_closed_is_freed_where_it_is_dropped(tmp_path: Path) -> None:
+def test_a_model_with_an_unclosed_guard_is_freed_where_it_is_dropped(tmp_path: Path) -> None:
     assert run_ranks(drop_guarded_model, 2, tmp_path / "run") == [["MainThread"], ["MainThread"]]
 
 
@@ -311,7 +311,7 @@ def prune_and_train() -> list[str]:
     return find_kinds(guard)
 
 
-def test_weights_that_the_program_prunes_on_all_ranks_are_not_called_dead() -> None:
+def test_weights_pruned_on_all_ranks_are_not_reported_as_dead() -> None:
     assert run_ranks(prune_and_train, 2) == [[], []]
 
 
@@ -330,7 +330,7 @@ def grow_until_not_finite(in_batch: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("in_batch", [True, False])
-def test_a_batch_that_is_bad_on_one_rank_is_no_ruin_by_the_learning_rate_on_any(in_batch: bool) -> None:
+def test_a_bad_batch_on_one_rank_is_not_attributed_to_the_learning_rate_on_any(in_batch: bool) -> None:
     for kinds in run_ranks(grow_until_not_finite, 2, in_batch):
         assert "nonfinite_loss" in kinds
         assert ("rate_too_high" in kinds) is not in_batch
@@ -338,7 +338,7 @@ def test_a_batch_that_is_bad_on_one_rank_is_no_ruin_by_the_learning_rate_on_any(
 
 def validate_in_train_mode(folder: Path) -> list[list[str]]:
     """Two starts of one run."""
-    told = []
+    result = []
     for _ in range(2):
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3))
@@ -350,10 +350,10 @@ def validate_in_train_mode(folder: Path) -> list[list[str]]:
             if step % 6 == 2:
                 with torch.no_grad():
                     guard.validate(nn.functional.cross_entropy(inner(x), y))
-        told.append(find_kinds(guard))
+        result.append(find_kinds(guard))
         guard.save()
         guard.close()
-    return told
+    return result
 
 
 def test_a_validation_in_train_mode_is_reported_on_several_ranks_and_once_over_a_resume(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Workers that torchrun starts share one search: one study, one result, and nothing is lost with a worker.
+"""Workers started by torchrun share one search: one study, one result, and nothing is lost with a worker.
 
-Some workers are forks that get what torchrun tells its own, which is their rank and their number.
+Some workers are forks that get torchrun's variables: their rank and their number.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make():
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, loader
 """
 NUM_TRIALS = 12
-"""More than rank 0 makes before its 113th batch."""
+"""More trials than rank 0 makes before its 113th batch."""
 TUNE = [
     "-m",
     "steadygrad",
@@ -75,7 +75,7 @@ TUNE = [
 
 
 class Workers:
-    """A folder with the program, a place to meet, and torchrun."""
+    """A folder with the program, a meeting point, and torchrun."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.meeting = folder, folder / "meeting"
@@ -83,7 +83,7 @@ class Workers:
         os.mkfifo(self.meeting / "pipe")
 
     def start(self, *arguments: str, folder: str = ".") -> subprocess.Popen[str]:
-        """One torchrun, in a working folder of its own."""
+        """Start one torchrun in a separate working folder."""
         there = self.folder / folder
         there.mkdir(exist_ok=True)
         (there / "train.py").write_text(PROGRAM)
@@ -95,12 +95,12 @@ class Workers:
         )
 
     def run(self) -> tuple[int, str]:
-        """Two workers on this machine, by torchrun: exit code, and what was said."""
+        """Run two workers on this machine with torchrun; return exit code and output."""
         started = self.start("--standalone", "--nproc-per-node", "2", *TUNE, "--run-dir", "out")
         return wait_for(started)
 
     def run_forked(self) -> tuple[int, str]:
-        """The same two, without torchrun."""
+        """Run the same two workers without torchrun."""
         (self.folder / "train.py").write_text(PROGRAM)
         code = "import sys; from steadygrad.cli import main; sys.exit(main(sys.argv[1:]))"
         started = [
@@ -121,11 +121,11 @@ class Workers:
 def wait_for(started: subprocess.Popen[str]) -> tuple[int, str]:
     with started:
         try:
-            told, _ = started.communicate(timeout=600)
+            printed, _ = started.communicate(timeout=600)
         except subprocess.TimeoutExpired:
-            started.send_signal(signal.SIGTERM)  # it ends its workers, which SIGKILL would leave behind
-            told, _ = started.communicate(timeout=60)
-    return started.returncode, told
+            started.send_signal(signal.SIGTERM)  # it ends its workers, which would survive SIGKILL
+            printed, _ = started.communicate(timeout=60)
+    return started.returncode, printed
 
 
 def load_study(storage: Any) -> Any:
@@ -134,35 +134,35 @@ def load_study(storage: Any) -> Any:
     return optuna.load_study(study_name="steadygrad", storage=storage)
 
 
-def read_numbers(told: str) -> dict[str, list[int]]:
-    """Worker -> the trials that it says it has done."""
+def read_numbers(printed: str) -> dict[str, list[int]]:
+    """Return worker -> the trials that it reported as done."""
     done: dict[str, list[int]] = {"0": [], "1": []}
-    for rank, number in re.findall(r"^(?:Rank (\d): )?Trial (\d+):", told, re.MULTILINE):
+    for rank, number in re.findall(r"^(?:Rank (\d): )?Trial (\d+):", printed, re.MULTILINE):
         done[rank or "0"].append(int(number))
     return done
 
 
-def assert_shared(told: str, study: Any) -> None:
-    """Both did trials, each trial once, and one of them has chosen and written."""
-    done = read_numbers(told)
-    assert done["0"], told
-    assert done["1"], told
+def assert_shared(printed: str, study: Any) -> None:
+    """Assert that both did trials, each trial was done once, and one worker has chosen and written."""
+    done = read_numbers(printed)
+    assert done["0"], printed
+    assert done["1"], printed
     finished = [trial.number for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]
     assert sorted(done["0"] + done["1"]) == finished
     assert NUM_TRIALS <= len(finished) <= NUM_TRIALS + 1, "both may ask for the last one"
     assert len({trial.user_attrs["worker"] for trial in study.trials}) == 2
-    assert told.count("Range test:") == 1
-    assert told.count("Written:") == 1
-    assert "Rank 1: Written" not in told
+    assert printed.count("Range test:") == 1
+    assert printed.count("Written:") == 1
+    assert "Rank 1: Written" not in printed
 
 
-def test_a_killed_worker_leaves_a_search_that_the_same_command_goes_on_with(tmp_path: Path) -> None:
+def test_a_search_with_a_killed_worker_continues_with_the_same_command(tmp_path: Path) -> None:
     workers = Workers(tmp_path)
     (workers.meeting / "kill").touch()
-    code, told = workers.run()
-    assert code != 0, told
-    assert all(read_numbers(told).values()), "both have done trials"
-    assert told.count("Range test:") == 1
+    code, printed = workers.run()
+    assert code != 0, printed
+    assert all(read_numbers(printed).values()), "both have done trials"
+    assert printed.count("Range test:") == 1
     assert not (tmp_path / "out" / CONFIG).exists()
     storage = f"sqlite:///{tmp_path}/out/tune.db"
     before = {t.number: t.values for t in load_study(storage).trials if t.state.is_finished()}
@@ -170,23 +170,23 @@ def test_a_killed_worker_leaves_a_search_that_the_same_command_goes_on_with(tmp_
     assert before
     assert abandoned
 
-    code, told = workers.run_forked()
-    assert code == 0, told
+    code, printed = workers.run_forked()
+    assert code == 0, printed
     trials = load_study(storage).trials
     assert {t.number: t.values for t in trials if t.number in before} == before
     assert [trials[number].state.name for number in abandoned] == ["FAIL"] * len(abandoned)
     finished = [t.number for t in trials if t.state.name in ("COMPLETE", "PRUNED")]
     assert NUM_TRIALS <= len(finished) <= NUM_TRIALS + 1
-    assert "Range test:" not in told, "what was finished is not done again"
-    assert told.count("Written:") == 1
-    assert "Rank 1: Written" not in told
+    assert "Range test:" not in printed, "what was finished is not done again"
+    assert printed.count("Written:") == 1
+    assert "Rank 1: Written" not in printed
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         [CONFIG, PAGE, PICTURE, NAME, "tune.db"]
     )
     assert yaml.safe_load((tmp_path / "out" / CONFIG).read_text())["lr"] > 0
 
 
-def test_workers_on_two_machines_need_nothing_in_common_but_the_storage(tmp_path: Path) -> None:
+def test_workers_on_two_machines_share_only_the_storage(tmp_path: Path) -> None:
     import optuna
 
     workers = Workers(tmp_path)
@@ -199,6 +199,6 @@ def test_workers_on_two_machines_need_nothing_in_common_but_the_storage(tmp_path
     ends = [wait_for(one) for one in started]
     assert [code for code, _ in ends] == [0, 0], ends
     backend = optuna.storages.journal.JournalFileBackend(f"{tmp_path}/tune.log")
-    assert_shared("\n".join(told for _, told in ends), load_study(optuna.storages.JournalStorage(backend)))
+    assert_shared("\n".join(printed for _, printed in ends), load_study(optuna.storages.JournalStorage(backend)))
     assert (tmp_path / "machine_0" / "out" / CONFIG).exists()
     assert not (tmp_path / "machine_1" / "out").exists(), "only rank 0 writes"

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: on a machine without one each is skipped, with one reason."""
+"""Tests that need a CUDA device: without one they are all skipped, with one reason."""
 
 from __future__ import annotations
 

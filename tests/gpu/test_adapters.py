@@ -19,7 +19,7 @@ from steadygrad.testing import poison_gradient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))  # the small trainings are the CPU tests' own
+sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))  # the small trainings of the CPU tests
 
 GPU = {"accelerator": "gpu", "devices": 1}
 
@@ -42,12 +42,12 @@ def test_a_bad_batch_leaves_no_trace_in_lightning(fused: bool) -> None:
     found = trainings.state_of(guarded, trainings.fit(guarded, spoiled, callback, log_every_n_steps=7, **GPU))
     expected = trainings.state_of(without, trainings.fit(without, kept, log_every_n_steps=7, **GPU))
 
-    trainings.assert_equal(found, expected)  # the learning rate by step included
+    trainings.assert_equal(found, expected)  # including the learning rate, step by step
     assert sorted({i.step for i in callback.guard.incidents}) == [3, 4, 9, 19]
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_fp16_in_lightning_is_bit_identical_while_the_scaler_finds_its_scale(fused: bool) -> None:
+def test_fp16_in_lightning_is_bit_identical_during_the_loss_scale_search(fused: bool) -> None:
     pytest.importorskip("lightning")
     import lightning_trainings as trainings
     from lightning.pytorch.plugins.precision import MixedPrecision
@@ -103,7 +103,7 @@ def test_a_quiet_training_of_transformers_is_bit_identical(optim: str, precision
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_a_bad_batch_leaves_no_trace_in_transformers_and_holds_the_rate(optim: str, tmp_path: Path) -> None:
+def test_a_bad_batch_leaves_no_trace_in_transformers_and_the_rate_does_not_advance(optim: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import trainer_trainings as trainings
 
@@ -123,7 +123,7 @@ def test_a_bad_batch_leaves_no_trace_in_transformers_and_holds_the_rate(optim: s
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_fp16_in_transformers_survives_overflow_and_the_rate_holds(optim: str, tmp_path: Path) -> None:
+def test_fp16_in_transformers_survives_overflow_and_the_rate_does_not_advance(optim: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import trainer_trainings as trainings
 
@@ -185,13 +185,13 @@ def test_stable_arguments_choose_bf16_here(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("hand_over", [False, True])
-def test_fp16_in_accelerate_keeps_finite_and_moves_the_rate_for_applied_steps_only(
+def test_fp16_in_accelerate_stays_finite_and_the_rate_advances_only_at_applied_steps(
     fused: bool, hand_over: bool
 ) -> None:
     accelerate = pytest.importorskip("accelerate")
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # another test may have asked for the CPU
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test may have selected the CPU
     kwargs = accelerate.utils.GradScalerKwargs(init_scale=2.0**30, growth_interval=5)
     accelerator = accelerate.Accelerator(mixed_precision="fp16", kwargs_handlers=[kwargs])
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""fp16 with a GradScaler on CUDA: overflow backs the scale off, a bad loss does not, unscaling is exact."""
+"""fp16 with a GradScaler on CUDA: overflow reduces the scale, a bad loss does not, unscaling is exact."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_quiet_fp16_run_equals_the_stock_recipe_bit_for_bit(fused: bool) -> No
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_overflow_backs_off_and_a_bad_loss_does_not(fused: bool) -> None:
+def test_overflow_reduces_the_scale_and_a_bad_loss_does_not(fused: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)

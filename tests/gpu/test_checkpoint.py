@@ -29,7 +29,7 @@ class Program:
         ).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=fused)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
-        self.ema = torch.optim.swa_utils.AveragedModel(self.model)  # not its buffers: torch 2.11 fails on whole numbers
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model)  # not its buffers: torch 2.11 fails on integers
         generator = torch.Generator().manual_seed(7)
         x, y = torch.randn(40, 6, generator=generator), torch.randint(3, (40,), generator=generator)
         self.loader = DataLoader(TensorDataset(x, y), 4, shuffle=True)
@@ -96,7 +96,7 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, fused: bool,
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 @pytest.mark.parametrize(("there", "here"), [("cuda", "cpu"), ("cpu", "cuda")])
-def test_what_was_saved_on_one_device_goes_on_on_another(tmp_path: Path, there: str, here: str, fused: bool) -> None:
+def test_a_save_from_one_device_resumes_on_another(tmp_path: Path, there: str, here: str, fused: bool) -> None:
     first = Program(tmp_path, 1, fused=fused, fp16=False, device=there)
     first.train(4)
     first.guard.save()
@@ -112,7 +112,7 @@ def test_what_was_saved_on_one_device_goes_on_on_another(tmp_path: Path, there: 
     assert second.guard.stats()["num_skipped"] == 0
 
 
-def test_host_memory_is_pinned_and_used_again() -> None:
+def test_host_memory_is_pinned_and_reused() -> None:
     image = StagedFile()
     image.stage({"a": torch.randn(5000, device="cuda")}, {})
     assert all(segment.is_pinned() for segment in image._segments)
@@ -141,7 +141,7 @@ def test_a_nonfinite_moment_on_the_device_is_named(tmp_path: Path) -> None:
     assert caught.value.tensors == {"optimizer.m31": 1}
 
 
-def test_saving_every_step_leaves_the_training_alone(tmp_path: Path) -> None:
+def test_saving_every_step_does_not_change_the_training(tmp_path: Path) -> None:
     quiet = Program(None, 1, fused=True, fp16=False)
     quiet.train()
     saving = Program(tmp_path, 1, fused=True, fp16=False)

@@ -1,4 +1,4 @@
-"""Diagnosis on CUDA: backward runs in a thread of its own, generators are the device's, memory stays within bounds."""
+"""Diagnosis on CUDA: backward runs in its own thread, generators are on the device, memory stays bounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Root(nn.Module):
-    """A length that is 0 for a row of zeros."""
+    """A length that is 0 for a zero row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_a_derivative_that_fails_in_the_backward_thread_is_named(form: str) -> N
     assert cause.samples == (5,)
 
 
-def test_a_graph_of_a_graph_is_followed() -> None:
+def test_a_graph_of_a_graph_is_traced() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
     with torch.no_grad():
         model[0].bias.fill_(-0.5)
@@ -81,7 +81,7 @@ def test_a_graph_of_a_graph_is_followed() -> None:
     assert cause.source == "return (slope.square().sum(1).sqrt() - 1).square().mean()"
 
 
-def test_everything_is_as_before_and_the_replay_is_bit_for_bit() -> None:
+def test_everything_is_unchanged_and_the_replay_is_bit_for_bit() -> None:
     model = Net("plain").cuda()
     x = bad_batch()
     before = [p.detach().clone() for p in model.parameters()]
@@ -96,8 +96,8 @@ def test_everything_is_as_before_and_the_replay_is_bit_for_bit() -> None:
     assert torch.equal(torch.get_rng_state(), states[1])
 
 
-def test_a_captured_step_finds_its_dropout_again() -> None:
-    """The step fails only for the mask that it drew."""
+def test_a_captured_step_repeats_its_dropout() -> None:
+    """The step fails only with the mask that it drew."""
     model = nn.Linear(4, 4).cuda()
     seen: list[Tensor] = []
 
@@ -118,7 +118,7 @@ def test_a_captured_step_finds_its_dropout_again() -> None:
     assert (cause.kind, cause.op) == ("inf", "aten.log")
 
 
-def test_capturing_waits_for_nothing() -> None:
+def test_capturing_never_waits() -> None:
     x = torch.randn(3, 4, device="cuda")
     model = nn.Linear(4, 1).cuda()
     torch.cuda.synchronize()
@@ -145,7 +145,7 @@ def test_an_overflow_in_half_precision_is_named() -> None:
     assert cause.samples == (2,)
 
 
-def test_memory_stays_near_that_of_the_step() -> None:
+def test_memory_stays_near_that_of_a_step() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]).cuda()
     x = torch.randn(8192, 1024, device="cuda")
 

@@ -1,4 +1,4 @@
-"""guard.find_lr on CUDA, where steps are judged late and the optimizer skips inside its kernel: nothing of it stays."""
+"""guard.find_lr on CUDA, where steps are judged late and the optimizer skips inside its kernel: it leaves no trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(*, test_after: int | None, autocast: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("autocast", ["fp32", "bf16", "fp16"])
-def test_a_test_in_the_middle_of_an_epoch_changes_no_bit(autocast: str) -> None:
+def test_a_range_test_in_the_middle_of_an_epoch_changes_no_bit(autocast: str) -> None:
     plain, tested = train(test_after=None, autocast=autocast), train(test_after=5, autocast=autocast)
     for name, value in plain.items():
         assert torch.equal(value, tested[name]), name

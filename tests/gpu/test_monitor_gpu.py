@@ -1,4 +1,4 @@
-"""The monitors on CUDA: one wait a question, no other synchronisation, and the numbers of plain float64 torch."""
+"""The monitors on CUDA: one wait per query, no other synchronisation, and the numbers of plain float64 torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each event that the host waited for, which the sync debug mode does not see."""
+    """Record each event that the host waited for, which the sync debug mode does not see."""
     seen: list[int] = []
     synchronize = torch.cuda.Event.synchronize
 
@@ -36,7 +36,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Any synchronising call, other than an event's wait, raises."""
+    """Raise on any synchronising call except an event's wait."""
     try:
         torch.cuda.set_sync_debug_mode("error")
         yield
@@ -50,12 +50,12 @@ def make_model(num_layers: int) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("num_layers", [2, 60])
-def test_a_check_waits_once_however_many_parameters(num_layers: int, waits: list[int]) -> None:
+def test_a_check_waits_once_for_any_number_of_parameters(num_layers: int, waits: list[int]) -> None:
     model = make_model(num_layers)
     monitor = GradientHealthMonitor(model)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
     scaler.scale(model(torch.randn(8, 32, device="cuda")).sum()).backward()
-    monitor.check_gradients(scaler=scaler)  # compiles the kernels and sends the table of chunks
+    monitor.check_gradients(scaler=scaler)  # compiles the kernels and copies the table of chunks
     waits.clear()
 
     with no_synchronisation():
@@ -94,7 +94,7 @@ def test_clipping_equals_clip_grad_norm_and_waits_once(waits: list[int]) -> None
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=0)  # two roundings of the coefficient
 
 
-def test_a_model_moved_and_cast_after_construction_is_measured_where_it_is() -> None:
+def test_a_model_moved_and_cast_after_construction_is_measured_on_its_device() -> None:
     model = nn.Linear(32, 32)
     monitor = GradientHealthMonitor(model)
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
@@ -105,7 +105,7 @@ def test_a_model_moved_and_cast_after_construction_is_measured_where_it_is() -> 
         assert monitor.check_gradients()["global_grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
-def test_hooks_wait_for_nothing_and_a_question_waits_once(waits: list[int]) -> None:
+def test_hooks_never_wait_and_a_query_waits_once(waits: list[int]) -> None:
     model = make_model(6)
     batch = torch.randn(8, 32, device="cuda")
     with ActivationMonitor(model) as monitor:

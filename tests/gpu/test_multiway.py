@@ -1,4 +1,4 @@
-"""The multiway loss on the device: kernels as shipped, real tensor cores, memory, no host wait, the same every time."""
+"""The multiway loss on the device: real kernels and tensor cores, memory, no host wait, deterministic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def evaluate(features: list[Tensor], scale: float, **options: object) -> list[Te
 
 
 def differ(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """For each tensor the norm of the difference over the norm."""
+    """Return the norm of the difference over the norm, for each tensor."""
     return [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, expected)]
 
 
@@ -53,7 +53,7 @@ def test_six_modalities_equal_the_specification() -> None:
 
 @pytest.mark.parametrize("weight", [1e-20, 2.0**16])
 @pytest.mark.parametrize("size", [1e-4, 1e3])
-def test_fp16_has_the_digits_of_tf32_whatever_the_size(size: float, weight: float) -> None:
+def test_fp16_has_the_accuracy_of_tf32_at_any_size(size: float, weight: float) -> None:
     exact = [f.detach().double().requires_grad_() for f in make_features(4, 19, 100)]
     features = [(f.detach() * size).float().requires_grad_() for f in exact]
     scale = 10.0 * align_gain(4, 100)
@@ -62,7 +62,7 @@ def test_fp16_has_the_digits_of_tf32_whatever_the_size(size: float, weight: floa
     assert max(differ([loss.detach(), *grads], evaluate(exact, scale, impl="tiled"))) < LIMITS["fp16"]
 
 
-def test_a_program_that_sums_fp16_in_fp16_gets_fp32_sums_here() -> None:
+def test_fp16_sums_are_fp32_even_if_the_program_allows_fp16_sums() -> None:
     features, scale = make_features(4, 19, 512), 10.0 * align_gain(4, 512)
     plain = evaluate(features, scale)
     switch = torch.backends.cuda.matmul
@@ -86,14 +86,14 @@ def test_bf16_features_use_bf16_and_get_bf16_gradients() -> None:
 
 @pytest.mark.parametrize("precision", list(LIMITS))
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
-def test_features_may_lie_in_memory_as_they_like(negatives: str, precision: str) -> None:
+def test_features_may_have_any_memory_layout(negatives: str, precision: str) -> None:
     dense, scale = make_features(4, 19, 64), 10.0 * align_gain(4, 64)
     expected = evaluate(dense, scale, negatives=negatives, precision=precision)
     columns_first = [f.detach().t().contiguous().t().requires_grad_() for f in dense]
-    beside = [f.requires_grad_() for f in torch.stack([f.detach() for f in dense], 1).unbind(1)]
-    for strange in (columns_first, beside):
+    interleaved = [f.requires_grad_() for f in torch.stack([f.detach() for f in dense], 1).unbind(1)]
+    for strange in (columns_first, interleaved):
         found = evaluate(strange, scale, negatives=negatives, precision=precision)
-        # Positives are summed in another order, and a weight here and there rounds the other way.
+        # Positives are summed in another order, and a few weights round the other way.
         assert max(differ(found, expected)) < LIMITS[precision] / 10
 
 
@@ -107,7 +107,7 @@ def test_absent_modalities_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
-def test_the_same_bits_every_time(precision: str) -> None:
+def test_results_are_deterministic(precision: str) -> None:
     features = make_features(5, 16, 128)
     runs = [evaluate(features, 1e4, precision=precision) for _ in range(3)]
     for again in runs[1:]:
@@ -138,7 +138,7 @@ def test_six_modalities_of_32_samples_stay_under_a_gibibyte(precision: str) -> N
     assert torch.cuda.max_memory_allocated() - before <= 1 << 30
 
 
-# As LIMITS; three products leave what fp32 does, and the scale of 14.3 makes logits of a few tens.
+# Like LIMITS; three products have the error of fp32, and the scale of 14.3 gives logits of a few tens.
 SIMILAR_LIMITS = {"fp32": 3e-5, "fp16x3": 3e-5, "tf32": 6e-3, "fp16": 6e-3, "bf16": 4e-2}
 
 
@@ -157,8 +157,8 @@ def test_every_similarity_equals_float64_in_the_kernels(
 
 
 @pytest.mark.parametrize("scale", [14.3, 100.0])
-def test_samples_that_are_alike_have_the_right_distance_by_default(scale: float) -> None:
-    """One product of fp16 would have gradients that are off by a tenth."""
+def test_nearly_equal_samples_have_the_right_distance_by_default(scale: float) -> None:
+    """With one fp16 product, gradients would be off by a tenth."""
     features = make_features(4, 9, 256)
     with torch.no_grad():
         for feature in features:
@@ -167,12 +167,12 @@ def test_samples_that_are_alike_have_the_right_distance_by_default(scale: float)
     exact = [f.detach().double().requires_grad_() for f in features]
     found = evaluate(features, scale, similarity="distance")
     expected = evaluate(exact, scale, similarity="distance", impl="tiled")
-    # fp32 itself is off by 1e-3 here: a difference of squares of which 1e-3 is left
+    # fp32 itself is off by 1e-3 here: a difference of squares that leaves 1e-3
     assert max(differ(found, expected)) < 1e-2
 
 
 @pytest.mark.parametrize("similarity", ["norm", "cosine", "distance"])
-def test_the_other_similarities_are_the_same_every_time_and_never_wait(similarity: str) -> None:
+def test_the_other_similarities_are_deterministic_and_never_wait(similarity: str) -> None:
     features = make_features(5, 12, 128)
     runs = [evaluate(features, 14.3, similarity=similarity) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs))
@@ -190,7 +190,7 @@ def test_the_other_similarities_are_the_same_every_time_and_never_wait(similarit
      ("norm", torch.float32, 60), ("distance", torch.float32, 70)],
 )  # fmt: skip
 def test_a_small_batch_takes_few_launches(similarity: str, dtype: torch.dtype, most: int) -> None:
-    """Before the kernels of `fused.py` it was 273 for mip. Split products of cuBLAS may take two."""
+    """Before the kernels of `fused.py` it was 273 for mip. cuBLAS may use two launches for a split product."""
     features, scale = make_features(6, 16, 512, dtype), 14.0 * (align_gain(6, 512) if similarity == "mip" else 1.0)
     evaluate(features, scale, similarity=similarity)
     torch.cuda.synchronize()

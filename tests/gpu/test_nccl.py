@@ -1,4 +1,4 @@
-"""Many ranks on CUDA: NCCL with one rank proves the exchange on the device, two gloo ranks that they agree there."""
+"""Several ranks on CUDA: NCCL with one rank tests the exchange on the device, two gloo ranks test agreement."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_exchange_over_nccl_adds_no_host_wait(nccl: Any) -> None:
     assert guard.stats()["num_skipped"] == 0
 
 
-def test_a_rank_of_one_that_agrees_with_itself_trains_as_one_that_is_alone(nccl: Any) -> None:
+def test_a_rank_in_a_group_of_one_trains_like_one_without_a_group(nccl: Any) -> None:
     batches = make_batches(12)
     batches[5][0] = torch.nan
     results = []
@@ -80,8 +80,8 @@ def test_a_rank_of_one_that_agrees_with_itself_trains_as_one_that_is_alone(nccl:
         guard.flush()
         assert guard.stats()["num_skipped"] == 1
         results.append(weights_of(model))
-        told = [i.finding.message for i in guard.incidents if i.finding.kind == "nonfinite_loss"]
-        assert ("it began on rank 0" in told[0]) == (group is not None)
+        messages = [i.finding.message for i in guard.incidents if i.finding.kind == "nonfinite_loss"]
+        assert ("it began on rank 0" in messages[0]) == (group is not None)
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
 
@@ -114,7 +114,7 @@ def test_shards_over_nccl_are_measured_clipped_skipped_and_saved(nccl: Any, tmp_
         assert torch.equal(parameter.full_tensor(), value)
 
 
-def test_shards_that_are_offloaded_to_the_host_are_guarded(nccl: Any) -> None:
+def test_shards_offloaded_to_the_host_are_guarded(nccl: Any) -> None:
     model = make_model(norm=False)
     fully_shard(model, mesh=init_device_mesh("cuda", (1,)), offload_policy=CPUOffloadPolicy())
     guard = Guard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), process_group=nccl)
@@ -131,7 +131,7 @@ def test_shards_that_are_offloaded_to_the_host_are_guarded(nccl: Any) -> None:
 
 
 def train_on_shared_gpu() -> dict[str, Any]:
-    """Two ranks of one GPU: gloo takes CUDA tensors where NCCL refuses to."""
+    """Two ranks on one GPU: gloo accepts CUDA tensors there, NCCL does not."""
     torch.cuda.set_device(0)
     model = DistributedDataParallel(make_model(), device_ids=[0])
     guard = make_guard(model)

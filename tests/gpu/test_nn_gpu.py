@@ -1,4 +1,4 @@
-"""Gradient checkpointing and noise on CUDA: random numbers of the device, kept graphs, sparse gradients."""
+"""Gradient checkpointing and noise on CUDA: the device's random numbers, retained graphs, sparse gradients."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Outer(nn.Module):
         return self.inner(x=x, p=0.5)
 
 
-def test_random_numbers_are_those_of_the_forward_when_inputs_come_by_name() -> None:
+def test_random_numbers_equal_those_of_the_forward_with_keyword_inputs() -> None:
     model = Outer()
     x = torch.randn(1000, device="cuda", requires_grad=True)
 
     def differentiate() -> Tensor:
         torch.manual_seed(0)
         out = model(x).sum()
-        torch.rand(100, device="cuda")  # what is drawn between forward and backward
+        torch.rand(100, device="cuda")  # random draws between forward and backward
         return torch.autograd.grad(out, x)[0]
 
     expected = differentiate()
@@ -42,7 +42,7 @@ def test_random_numbers_are_those_of_the_forward_when_inputs_come_by_name() -> N
     assert torch.equal(differentiate(), expected)
 
 
-def test_a_kept_graph_goes_backward_again_through_batch_norm() -> None:
+def test_a_retained_graph_runs_backward_again_through_batch_norm() -> None:
     plain = nn.Sequential(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh()), nn.Linear(8, 1)).cuda()
     checkpointed = copy.deepcopy(plain)
     add_gradient_checkpointing(checkpointed, ["0"])
@@ -60,7 +60,7 @@ def test_a_kept_graph_goes_backward_again_through_batch_norm() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**45, 2**64 - 1, 10**40])
-def test_an_element_that_a_sparse_gradient_holds_several_times_gets_noise_once(seed: int) -> None:
+def test_an_element_repeated_in_a_sparse_gradient_gets_noise_once(seed: int) -> None:
     table = nn.Embedding(2, 20_000, sparse=True, device="cuda")
     table(torch.tensor([1] * 9, device="cuda")).sum().backward()
     add_gradient_noise(table, 0.1, seed=seed)

@@ -1,4 +1,4 @@
-"""Law 5: in a healthy steady-state step with a fused optimizer the host never waits for work of the current step."""
+"""Law 5: in a healthy steady-state step with a fused optimizer, the host never waits for work of the current step."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ STRATEGIES = [None, FixedNorm(), ClipValue(), ZClip(), AutoClip(), AdaptiveUnitC
 
 @pytest.mark.parametrize("clip", STRATEGIES, ids=lambda c: type(c).__name__)
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "fp16 scaler"])
-def test_fifty_steps_without_one_sync_call(clip: ClipStrategy | None, amp: bool) -> None:
+def test_fifty_steps_make_no_sync_call(clip: ClipStrategy | None, amp: bool) -> None:
     model, guard = make(clip, scaler=conservative_scaler() if amp else None)
     fn = loss_of(model)
     batches = [torch.randn(64, 256, device="cuda") for _ in range(4)]
-    for i in range(8):  # buffers are compared once, kernels compile, pinned memory is taken
+    for i in range(8):  # buffers are compared once, kernels compile, memory is pinned
         guard.step(fn, batches[i % 4])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -62,7 +62,7 @@ def test_fifty_steps_without_one_sync_call(clip: ClipStrategy | None, amp: bool)
     assert guard.stats()["num_skipped"] == 0
 
 
-def test_the_call_returns_while_its_own_step_still_runs() -> None:
+def test_the_call_returns_while_its_step_still_runs() -> None:
     model, guard = make(FixedNorm())
     fn = loss_of(model)
     x = torch.randn(64, 256, device="cuda")
@@ -102,7 +102,7 @@ def test_the_norm_is_the_same_in_every_run() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_when_a_step_is_judged_changes_no_bit_of_the_training(dtype: torch.dtype) -> None:
+def test_the_time_of_judging_a_step_changes_no_bit_of_the_training(dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     batches = [torch.randn(64, 64, device="cuda", generator=generator).to(dtype) for _ in range(30)]
     weights = []
@@ -115,12 +115,12 @@ def test_when_a_step_is_judged_changes_no_bit_of_the_training(dtype: torch.dtype
             guard.step((10.0 if i % 3 == 0 else 0.1) * (model(x) - x).square().mean())
             if judged_at_once:
                 guard.flush()
-        assert 5 < guard.stats()["num_clipped"] < 25  # clipped and not, in turns
+        assert 5 < guard.stats()["num_clipped"] < 25  # clipped and unclipped, in turns
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
 
 
-def test_an_optimizer_without_fused_is_told_how_to_lose_the_wait() -> None:
+def test_an_unfused_optimizer_gets_a_hint_how_to_avoid_the_wait() -> None:
     model = nn.Linear(4, 4).cuda()
     with pytest.warns(UserWarning, match="fused=True"):
         Guard(model, torch.optim.AdamW(model.parameters()))
@@ -134,10 +134,10 @@ def test_device_memory_stays_within_a_mebibyte_and_a_thousandth_of_the_gradients
     optimizer.step()
     before = torch.cuda.memory_allocated()
     guard = Guard(model, optimizer)
-    for _ in range(20):  # a snapshot is held on the device until it has been fetched, part by part
+    for _ in range(20):  # a snapshot stays on the device until it has been fetched, part by part
         guard.step()
     for spare in guard._rollback.snapshots._ring.spare:
-        spare._finish()  # its thread reserves the room of a snapshot in torch's cache, and gives it back at once
+        spare._finish()  # its thread reserves the memory of a snapshot in torch's cache, and releases it at once
     torch.cuda.synchronize()
     guard.step()
     held = torch.cuda.memory_allocated() - before
@@ -145,24 +145,24 @@ def test_device_memory_stays_within_a_mebibyte_and_a_thousandth_of_the_gradients
     assert held <= (1 << 20) + gradients // 1000
 
 
-def test_snapshots_and_scans_fall_into_the_fifty_steps_without_a_sync() -> None:
+def test_fifty_steps_with_snapshots_and_scans_make_no_sync_call() -> None:
     model, guard = make(FixedNorm())
     fn = loss_of(model)
     x = torch.randn(64, 256, device="cuda")
     for _ in range(58):
         guard.step(fn, x)
     guard.flush()
-    assert guard._rollback.snapshots.newest_good is not None, "the ring was in use while nothing was waited for"
+    assert guard._rollback.snapshots.newest_good is not None, "the ring was in use and the host never waited"
     assert guard.findings == [] or all(f.severity.value == "info" for f in guard.findings)
 
 
 def test_a_scan_pins_no_memory_after_the_first() -> None:
-    """Pinning waits for the device; with this many tensors the numbers of a scan need larger buffers than others."""
+    """Pinning waits for the device; with this many tensors, a scan needs larger buffers than other steps."""
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(150)]).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     guard = Guard(model, optimizer, config=GuardConfig(measure=MeasureConfig(scan_every=4)))
     fn, x = loss_of(model), torch.randn(8, 16, device="cuda")
-    for _ in range(60):  # beyond the snapshot of step 50, which pins too
+    for _ in range(60):  # after the snapshot of step 50, which also pins
         guard.step(fn, x)
     guard.flush()
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
@@ -171,7 +171,7 @@ def test_a_scan_pins_no_memory_after_the_first() -> None:
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
 
 
-def test_three_hundred_steps_with_everything_on_and_a_large_state(tmp_path: Path) -> None:
+def test_three_hundred_steps_with_all_features_and_a_large_state_make_no_sync_call(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -48,7 +48,7 @@ class Encoders(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_six_modalities_at_real_size_learn_a_batch_by_heart(dtype: torch.dtype) -> None:
+def test_six_modalities_at_real_size_memorise_a_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Encoders().cuda()
     assert count_parameters(model) > 120e6
@@ -70,14 +70,14 @@ def test_six_modalities_at_real_size_learn_a_batch_by_heart(dtype: torch.dtype) 
 
 
 class Silent:
-    """A console that nobody reads."""
+    """A console that discards its output."""
 
     def say(self, *_: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def train(model: ModelConfig, precision: str, folder: Path, run_dir: Path, resume: Path | None = None) -> nn.Module:
-    """Six steps of the whole recipe, on Lightning."""
+    """Run six steps of the whole recipe, with Lightning."""
     pytest.importorskip("lightning")
     pytest.importorskip("PIL")
     from steadygrad_recipes.clip6d.data import read_corpus
@@ -116,5 +116,5 @@ def test_the_recipe_resumes_on_the_gpu(precision: str, tmp_path: Path) -> None:
     train(small, precision, tmp_path / "data", tmp_path / "again", resume=middle)
     again = read_steps(tmp_path / "again")
     assert [step["step"] for step in again] == [3, 4, 5]
-    # The same batches from the same weights; sums of the backward pass come in any order on CUDA.
+    # The same batches and weights; CUDA sums the backward pass in any order.
     assert again[0]["loss"] == pytest.approx(steps[3]["loss"], rel=1e-3)

@@ -1,4 +1,4 @@
-"""The camouflage training at its real size on a GPU: ResNet-50, 352 pixels, fp16 and bf16, both stages."""
+"""The camouflage training at real size on a GPU: ResNet-50, 352 pixels, fp16 and bf16, both stages."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_both_stages_run_at_real_size_and_survive_an_explosion(precision: str) -
     scale = stats["loss_scale"]
     if precision == "fp16":
         assert scale is not None
-        assert scale <= 1024.0  # stage 2's scaler: it begins there, and the overflow has halved it
+        assert scale <= 1024.0  # stage 2's scaler: it starts there, and the overflow has halved it
     else:
         assert scale is None
 
 
-def test_auto_takes_fp16_with_a_fused_optimizer_on_cuda() -> None:
+def test_auto_selects_fp16_with_a_fused_optimizer_on_cuda() -> None:
     trainer = CodTrainer(CodConfig(**{**REAL, "model_size": "tiny", "image_size": 64}))
     assert trainer.guard_config.autocast is not None
     assert trainer.guard_config.autocast.value == "fp16"
@@ -58,7 +58,7 @@ def test_auto_takes_fp16_with_a_fused_optimizer_on_cuda() -> None:
     assert all(group["fused"] for group in trainer.optimizer.param_groups)
 
 
-def test_without_protection_an_overflow_ends_the_training_on_cuda() -> None:
+def test_without_protection_an_overflow_ends_the_training() -> None:
     config = CodConfig(**{**REAL, "stage2_init_scale": 2.0**40, "stage1_epochs": 0, "epochs": 1}, protect=False)
     trainer = CodTrainer(config)
     train_set, test_set, _ = open_datasets(config)
@@ -66,7 +66,7 @@ def test_without_protection_an_overflow_ends_the_training_on_cuda() -> None:
         trainer.train(*open_loaders(config, train_set, test_set))
 
 
-def test_the_recipe_leaves_checkpoints_and_pictures(tmp_path: Path) -> None:
+def test_the_recipe_writes_checkpoints_and_pictures(tmp_path: Path) -> None:
     class Console:
         def say(self, text: str = "", style: str = "") -> None:
             pass

@@ -1,4 +1,4 @@
-"""The mmdit recipe on CUDA: the size that broke, in bf16, with the fault that broke it; and it learns in fp16."""
+"""The mmdit recipe on CUDA: a size and a fault that once broke it, in bf16; and it learns in fp16."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def make_rows(num: int) -> Rows:
 
 
 @pytest.mark.usefixtures("no_memory_left_behind")
-def test_892_million_parameters_in_bf16_outlive_an_inf_that_broke_them() -> None:
-    told: list[str] = []
+def test_892_million_parameters_in_bf16_survive_an_inf() -> None:
+    printed: list[str] = []
     config = MMDiTConfig(model=LARGE, training=TrainingConfig(device="cuda", epochs=1, max_steps=6, warmup_steps=2))
     with torch.device("cuda"):
         model = MMDiT(LARGE, SHAPES)
-    trainer = Watched(model, config, tell=told.append)
+    trainer = Watched(model, config, tell=printed.append)
     poison_gradient(model.blocks[11].text.up.weight, at={6}, value=math.inf)  # type: ignore[union-attr, arg-type]
 
     stats = trainer.train(DataLoader(make_rows(48), config.training.train_batch_size, pin_memory=True))
 
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(892e6, rel=0.01)
     assert [record.skipped for record in trainer.records] == [False, False, False, True, False, False]
-    assert "ERROR: NaN/Inf gradient norm at step 3" in told
+    assert "ERROR: NaN/Inf gradient norm at step 3" in printed
     for record in trainer.records:
         assert 0 < record.extra["text_loss"] < 2 * math.log(SHAPES.vocab_size)
         assert 0 < record.extra["latent_loss"] <= 4 / SHAPES.latent_dim
@@ -79,7 +79,7 @@ def test_892_million_parameters_in_bf16_outlive_an_inf_that_broke_them() -> None
     assert trainer.monitor_training_health()["parameters_healthy"]
 
 
-def test_a_loss_is_computed_without_waiting_for_the_device() -> None:
+def test_computing_the_loss_never_waits_for_the_device() -> None:
     config = MMDiTConfig(training=TrainingConfig(device="cuda"))
     with torch.device("cuda"):
         model = MMDiT(ModelConfig(hidden_size=64, num_layers=2, num_heads=4), SHAPES)
@@ -87,7 +87,7 @@ def test_a_loss_is_computed_without_waiting_for_the_device() -> None:
     rows = make_rows(8)
     batch = {"tokens": rows.tokens.cuda(), "mask": rows.mask.cuda(), "latents": rows.latents.cuda()}
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        trainer.compute_loss(batch)[0].backward()  # kernels are loaded
+        trainer.compute_loss(batch)[0].backward()  # kernels are loaded here
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -124,6 +124,6 @@ def test_it_learns_in_half_precision(dtype: str) -> None:
     assert reached["text_loss"] < 0.65 * baseline["text_loss"]
     assert reached["latent_loss"] < 0.65 * baseline["latent_loss"]
     assert trainer.guard is not None
-    if dtype == "bf16":  # fp16's first steps are skipped: so a loss scaler finds its range
+    if dtype == "bf16":  # fp16's first steps are skipped: the loss scaler is searching
         assert [f for f in trainer.guard.findings if f.severity.rank > Severity.INFO.rank] == []
     assert trainer.guard.stats()["num_rollbacks"] == 0

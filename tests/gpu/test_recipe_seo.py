@@ -1,4 +1,4 @@
-"""The SEO training on CUDA at a size that needs one: bf16 and fp16, a bad batch among the good."""
+"""The SEO training on CUDA at a size that needs a GPU: bf16 and fp16, with one bad batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_trainer(precision: str, **settings: object) -> UltraOptimizedSEOTrainer
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_it_learns_at_its_real_size_and_a_bad_batch_leaves_no_trace(precision: str) -> None:
+def test_it_learns_at_real_size_and_a_bad_batch_leaves_no_trace(precision: str) -> None:
     batches = make_batches(12)
     batches[5] = (torch.full_like(batches[5][0], math.nan), *batches[5][1:])
     trainer = make_trainer(precision, epochs=3)
@@ -54,15 +54,15 @@ def test_it_learns_at_its_real_size_and_a_bad_batch_leaves_no_trace(precision: s
     assert stats["num_skipped"] >= 3
     assert trainer.monitor_training_health()["overall_healthy"]
     losses = [entry["loss"] for entry in trainer.val_history]
-    assert losses[-1] < 0.7 < 1.0  # 1 is the mean of the scores
+    assert losses[-1] < 0.7 < 1.0  # 1 is the loss of predicting the mean
     assert (stats["loss_scale"] is not None) is (precision == "fp16")
 
 
-def test_auto_is_a_half_precision_on_a_gpu() -> None:
+def test_auto_selects_half_precision_on_a_gpu() -> None:
     assert make_trainer("auto", hidden=32, num_layers=1, num_buckets=64).guard_config.autocast is not None
 
 
-def test_the_optimizer_is_fused_so_that_the_host_never_waits() -> None:
+def test_the_optimizer_is_fused_and_the_host_never_waits() -> None:
     trainer = make_trainer("bf16", hidden=32, num_layers=1, num_buckets=64)
 
     assert not isinstance(trainer.optimizer, list)

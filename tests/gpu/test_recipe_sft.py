@@ -1,4 +1,4 @@
-"""The recipe `sft` on CUDA, at the size of a small real language model (about 0.2 billion weights), a few steps."""
+"""The recipe `sft` on CUDA, at the size of a small real language model (about 0.2 billion weights), for a few steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LARGE = TinyModel(width=1024, num_layers=16, num_heads=16, vocab_size=384)
 
 
 class Quiet:
-    """A console that says nothing."""
+    """A console that discards its output."""
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @contextlib.contextmanager
     def track(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """No bar."""
+        """Show no bar."""
         yield lambda *_: None
 
 
@@ -58,7 +58,7 @@ def losses_of(trained: Trained) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_the_loss_falls_and_nothing_is_found(precision: str | None, tmp_path: Path) -> None:
+def test_the_loss_falls_and_there_are_no_findings(precision: str | None, tmp_path: Path) -> None:
     trained = fine_tune(tmp_path, precision=precision)
     args = trained.trainer.args
     assert args.bf16 or args.fp16
@@ -70,7 +70,7 @@ def test_the_loss_falls_and_nothing_is_found(precision: str | None, tmp_path: Pa
     assert trained.callback is not None
     stats = trained.callback.guard.stats()
     assert stats["num_steps"] == NUM_STEPS
-    if not args.fp16:  # a scaler may have to find its scale first
+    if not args.fp16:  # a scaler may first search its scale
         assert stats["num_skipped"] == 0
     assert all(bool(p.isfinite().all()) for p in trained.trainer.model.parameters())
 

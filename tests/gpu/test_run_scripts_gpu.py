@@ -36,7 +36,7 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, o
 
 
 def run(folder: Path, *arguments: str, guarded: bool) -> list[torch.Tensor]:
-    """The tensors that the script has saved."""
+    """Return the tensors that the script has saved."""
     script, out = folder / "train.py", folder / f"{guarded}-{'-'.join(arguments)}.pt"
     script.write_text(SCRIPT)
     command = ["-m", "steadygrad", "run", "--run-dir", str(out) + ".run"] if guarded else []
@@ -51,7 +51,7 @@ def run(folder: Path, *arguments: str, guarded: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("scaled", ["scaled", "unscaled"])
 @pytest.mark.parametrize("fused", ["fused", "foreach"])
-def test_healthy_it_is_the_same_bits_and_a_nan_is_left_out(fused: str, scaled: str, tmp_path: Path) -> None:
+def test_healthy_runs_are_bit_identical_and_a_nan_is_skipped(fused: str, scaled: str, tmp_path: Path) -> None:
     plain = run(tmp_path, fused, scaled, "-1", guarded=False)
     guarded = run(tmp_path, fused, scaled, "-1", guarded=True)
     assert all(torch.equal(one, other) for one, other in zip(guarded, plain, strict=True))

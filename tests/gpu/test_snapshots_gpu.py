@@ -1,4 +1,4 @@
-"""Snapshots on CUDA: taking one waits for nothing, and holds the state as it was although training goes on at once."""
+"""Snapshots on CUDA: taking one never waits, and it holds the state of that moment although training continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EAGER = SnapshotConfig(good_after=1)
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Any synchronising call, other than an event's wait, raises."""
+    """Raise on any synchronising call except an event's wait."""
     try:
         torch.cuda.set_sync_debug_mode("error")
         yield
@@ -42,7 +42,7 @@ def no_synchronisation() -> Iterator[None]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each event that the host waited for, which the sync debug mode does not see."""
+    """Record each event that the host waited for, which the sync debug mode does not see."""
     seen: list[int] = []
     synchronize = torch.cuda.Event.synchronize
 
@@ -104,11 +104,11 @@ def make_batches(count: int, width: int = 64) -> list[Tensor]:
     return [torch.randn(32, width, device="cuda", generator=generator) for _ in range(count)]
 
 
-def test_taking_one_waits_for_nothing(waits: list[int]) -> None:
+def test_taking_a_snapshot_never_waits(waits: list[int]) -> None:
     training = Training()
     batches = make_batches(4)
     training.train(batches)
-    for step in range(4):  # pins its memory, and fills the ring
+    for step in range(4):  # pins its memory and fills the ring
         assert training.snapshots.take(step)
         training.train(batches[:1])
         torch.cuda.synchronize()
@@ -127,8 +127,8 @@ def test_taking_one_waits_for_nothing(waits: list[int]) -> None:
     assert waits == []
 
 
-def test_what_changes_right_after_does_not_get_in() -> None:
-    width = 4096  # large enough for the copy to be under way while the weights are overwritten
+def test_later_changes_do_not_enter_a_snapshot() -> None:
+    width = 4096  # large enough for the copy to be in progress while the weights are overwritten
     training = Training(width)
     training.train(make_batches(2, width))
     for step in (1, 2):
@@ -136,7 +136,7 @@ def test_what_changes_right_after_does_not_get_in() -> None:
         torch.cuda.synchronize()
         assert training.snapshots.take(step)
         for buffer in training.model.buffers():
-            buffer.zero_()  # what a forward does: not after before_optimizer(), but at once
+            buffer.zero_()  # like a forward: at once, not after before_optimizer()
         training.snapshots.before_optimizer()
         for tensor in (*training.model.parameters(), *training.ema.parameters()):
             tensor.data.fill_(math.nan)
@@ -149,7 +149,7 @@ def test_what_changes_right_after_does_not_get_in() -> None:
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True])
-def test_training_on_is_the_run_that_never_had_the_batches(tensor_lr: bool) -> None:
+def test_training_after_a_restore_equals_a_run_without_the_undone_batches(tensor_lr: bool) -> None:
     batches = make_batches(10)
     rolled = Training(tensor_lr=tensor_lr)
     rolled.train(batches[:4])
@@ -162,7 +162,7 @@ def test_training_on_is_the_run_that_never_had_the_batches(tensor_lr: bool) -> N
     result = rolled.look()
     clean = Training(tensor_lr=tensor_lr)
     clean.train(batches[:4])
-    restore_random(generators)  # what was drawn for the batches that are gone is not drawn again
+    restore_random(generators)  # the draws for the undone batches are not repeated
     clean.train(batches[7:])
     assert_equal(result, clean.look())
 
@@ -199,14 +199,14 @@ def test_memory_is_pinned_reused_and_bounded() -> None:
     assert training.snapshots.restore() == 7
 
 
-def test_scaling_a_tensor_rate_around_a_step_reads_nothing() -> None:
+def test_scaling_a_tensor_rate_for_a_step_reads_nothing() -> None:
     weight = nn.Parameter(torch.ones(4, device="cuda"))
     lr = torch.tensor(0.125, device="cuda")
     optimizer = torch.optim.AdamW([weight], lr=lr, fused=True)
     rates = Rates([optimizer])
     rates.scale_lr(0.5)
     with no_synchronisation():
-        lr.fill_(0.25)  # a schedule that writes its rates itself
+        lr.fill_(0.25)  # a schedule that writes its rates
         with rates.held():
             seen = lr.clone()
         lr.mul_(0.5)
@@ -219,12 +219,12 @@ def test_scaling_a_tensor_rate_around_a_step_reads_nothing() -> None:
     assert lr.item() == 0.125
 
 
-def test_memory_is_pinned_beside_a_cuda_graph_that_is_being_recorded() -> None:
+def test_memory_is_pinned_during_the_recording_of_a_cuda_graph() -> None:
     x = torch.randn(64, 64, device="cuda")
     (x @ x).sum()
     torch.cuda.synchronize()
     graph, memory = torch.cuda.CUDAGraph(), PinnedMemory(pinned=True)
-    with torch.cuda.graph(graph, capture_error_mode="global"):  # the strictest: other threads count too
+    with torch.cuda.graph(graph, capture_error_mode="global"):  # the strictest mode: other threads count too
         memory.prepare([8 << 20] * 4)
         y = x @ x
         memory._finish()
@@ -253,12 +253,12 @@ assert not torch._C._cuda_hasPrimaryContext(0), "a context on a device that this
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_pinning_touches_no_device_but_that_of_the_training() -> None:
+def test_pinning_touches_only_the_device_of_the_training() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM_ON_DEVICE_1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_what_was_prepared_is_what_a_snapshot_uses() -> None:
+def test_a_snapshot_uses_the_prepared_memory() -> None:
     training = Training(512)
     prepared = training.snapshots._ring.spare[0]
     assert prepared.num_bytes > 0
@@ -267,7 +267,7 @@ def test_what_was_prepared_is_what_a_snapshot_uses() -> None:
     assert sum(host.is_pinned() for host in training.snapshots._ring.held[0].hosts) > 4
 
 
-def test_a_copy_that_is_staged_on_the_device_holds_the_state_as_it_was() -> None:
+def test_a_copy_staged_on_the_device_holds_the_state_of_that_moment() -> None:
     training = Training()
     training.train(make_batches(3))
     before = training.look()
@@ -282,9 +282,7 @@ def test_a_copy_that_is_staged_on_the_device_holds_the_state_as_it_was() -> None
 
 
 @pytest.mark.parametrize("is_ranked", [False, True], ids=["alone", "ranks"])
-def test_training_never_waits_for_memory_that_is_still_being_pinned(
-    monkeypatch: pytest.MonkeyPatch, is_ranked: bool
-) -> None:
+def test_training_never_waits_for_memory_being_pinned(monkeypatch: pytest.MonkeyPatch, is_ranked: bool) -> None:
     pin = pinned_memory.pin
 
     def pin_slowly(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:

@@ -1,9 +1,9 @@
-"""A real training that is killed again and again, at any moment, and must end as if nothing had happened.
+"""A real training that is killed repeatedly, at any moment, and must end as if nothing had happened.
 
-The parent imports torch once and forks each life of the training from there, so that a kill costs milliseconds. More
-often than not it stops the training while a folder is being written and kills it there. Each life confirms the saves
-that it knows to be on disk; the next one must begin at the newest of them or later. Run as a program it prints one
-line of JSON: `python crashes.py FOLDER NUM_KILLS SEED`.
+The parent imports torch once and forks each life of the training, so that a kill costs milliseconds. Most of the time
+it stops the training during a write of a folder and kills it there. Each life confirms the saves that it knows to be on
+disk; the next one must begin at the newest of them or later. As a program it prints one line of JSON: `python
+crashes.py FOLDER NUM_KILLS SEED`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from steadygrad.checkpoint.catalogue import rank, read_infos
 from steadygrad.config import CheckpointConfig
 
 SAVE_EVERY = 3
-"""Microbatches between two saves; two microbatches make a step, so every other save is in the middle of one."""
+"""Microbatches between two saves; two microbatches make up a step, so every other save is within a step."""
 EXTRA_STEPS = 12
-"""Made after the last kill."""
+"""Steps after the last kill."""
 WRITING_SHARE = 0.7
-"""Kills that wait for a checkpoint to be under way."""
+"""Share of kills that wait for a checkpoint in progress."""
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -51,7 +51,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Training:
-    """Everything that one life builds before it resumes."""
+    """Everything that one life creates before it resumes."""
 
     def __init__(self, run_dir: Path | None) -> None:
         random.seed(1)
@@ -70,7 +70,7 @@ class Training:
         return nn.functional.cross_entropy(self.model(batch[0]).float(), batch[1]) / 2
 
     def train(self, target: Path, confirm: Any = None) -> None:
-        """Until the step that the file `target` names, once there is one."""
+        """Train until the step that the file `target` gives, once it exists."""
         num = 2 * self.guard.state_dict()["step"] + self.guard.num_microbatches
         saves: list[Any] = []
         while True:
@@ -87,7 +87,7 @@ class Training:
             self.guard.end_epoch()
 
     def digest(self) -> str:
-        """A hash of the weights and the buffers."""
+        """Return a hash of the weights and buffers."""
         state = {name: value.double().tolist() for name, value in self.model.state_dict().items()}
         return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
@@ -97,7 +97,7 @@ def is_reached(target: Path, step: int) -> bool:
 
 
 def live(run_dir: Path, target: Path, diary: Path) -> None:
-    """One life: resume, tell where, train on, confirm saves; at the end tell the weights."""
+    """Run one life: resume, record where, train, confirm saves; at the end record the weights."""
     pen = os.open(diary, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def confirm(save: Any) -> bool:
@@ -118,7 +118,7 @@ def live(run_dir: Path, target: Path, diary: Path) -> None:
 
 
 def in_child(call: Any, *arguments: Any) -> int:
-    """Fork, run it there, and end there."""
+    """Fork, run it in the child, and exit there."""
     child = os.fork()
     if child:
         return child
@@ -137,7 +137,7 @@ def in_child(call: Any, *arguments: Any) -> int:
 def read_diary(diary: Path) -> list[tuple[str, str]]:
     if not diary.exists():
         return []
-    lines = diary.read_text().split("\n")[:-1]  # the last may be cut short
+    lines = diary.read_text().split("\n")[:-1]  # the last one may be truncated
     return [(word, value) for word, _, value in (line.partition(" ") for line in lines)]
 
 
@@ -149,7 +149,7 @@ def is_writing(folder: Path) -> bool:
 
 
 def kill_in_time(child: int, folder: Path, diary: Path, rng: random.Random) -> bool:
-    """Kill it at a moment of the dice's choice; says whether a checkpoint was being written then."""
+    """Kill it at a random moment; return whether a checkpoint was being written then."""
     num_saves = rng.randrange(3)
     while sum(word == "saved" for word, _ in read_diary(diary)) < num_saves:
         time.sleep(0.001)
@@ -162,9 +162,9 @@ def kill_in_time(child: int, folder: Path, diary: Path, rng: random.Random) -> b
 
 
 def stop_while_writing(child: int, folder: Path, delay: float) -> None:
-    """Hold it `delay` after a checkpoint was begun, where one is still being written; if not, the next one, sooner.
+    """Stop it `delay` after a checkpoint has started, if it is still being written; otherwise the next one, sooner.
 
-    So how fast the disk is does not decide how many kills hit a save.
+    So the speed of the disk does not decide how many kills hit a save.
     """
     while True:
         while not is_writing(folder):
@@ -179,9 +179,9 @@ def stop_while_writing(child: int, folder: Path, delay: float) -> None:
 
 
 def crash(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
-    """Kill a training `num_kills` times, let it end, and compare with one that was left alone."""
+    """Kill a training `num_kills` times, let it finish, and compare with an undisturbed one."""
     rng = random.Random(seed)
-    Training(None)  # what is imported when it is first used is imported once
+    Training(None)  # import once what is otherwise imported on first use
     run_dir, target = folder / "run", folder / "target"
     checkpoints = run_dir / "checkpoints"
     num_writing = num_wrong = num_lost = 0
@@ -226,7 +226,7 @@ def crash(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
 
 
 def live_alone(target: Path, diary: Path) -> None:
-    """The same training, never saved and never killed."""
+    """Run the same training, never saved and never killed."""
     training = Training(None)
     random.seed(2)
     torch.manual_seed(2)

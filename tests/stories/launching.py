@@ -1,6 +1,6 @@
-"""Running a script to its end in a process of its own, quickly: torch and the frameworks are imported once for all.
+"""Runs a script to its end in a separate process, quickly: torch and the frameworks are imported only once.
 
-Python's fork server imports them; each run is a fork of it, and sees a fresh interpreter otherwise.
+Python's fork server imports them; each run is a fork of it, and otherwise sees a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True)
 class Done:
-    """A run that has ended."""
+    """A finished run."""
 
     code: int
     out: str
@@ -39,7 +39,7 @@ class Done:
 
 
 class Running:
-    """A run that may still be under way."""
+    """A run that may still be going."""
 
     def __init__(self, folder: Path, process: Any) -> None:
         self._folder, self._process = folder, process
@@ -52,12 +52,12 @@ class Running:
 
 
 def run_plainly(folder: Path, script: str, *arguments: str) -> Done:
-    """As `python script` would."""
+    """Run like `python script`."""
     return start(folder, None, script, arguments).wait()
 
 
 def run_guarded(folder: Path, script: str, *arguments: str, options: Sequence[str] = ()) -> Done:
-    """As `steadygrad run` does; the run directory is `run` in the folder."""
+    """Run like `steadygrad run`; the run directory is `run` in the folder."""
     return start(folder, ["run", "--run-dir", "run", *options], script, arguments).wait()
 
 
@@ -72,7 +72,7 @@ def start(
 
 
 def start_command(folder: Path, command: list[str]) -> Running:
-    """The command line itself."""
+    """Start the command line itself."""
     return _fork(folder, command, [], {})
 
 
@@ -89,7 +89,7 @@ def _server() -> ForkServerContext:
 
 
 def _become(folder: Path, command: list[str] | None, target: list[str], environment: dict[str, str]) -> None:
-    """In the new process: run, then leave as an interpreter does."""
+    """Run in the new process, then exit like an interpreter."""
     os.environ.update(environment)
     os.chdir(folder)
     for number, name in ((1, "out.txt"), (2, "err.txt")):

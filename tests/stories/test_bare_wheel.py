@@ -1,7 +1,7 @@
-"""The wheel with nothing but its hard dependencies, and with each extra: what a new user tries first works.
+"""The wheel with only its hard dependencies, and with each extra: what a new user tries first works.
 
-The environments are real ones, made by venv, but their packages are links to those installed here. So this shows that
-the wheel and the dependencies it declares are enough, not that an index can resolve them.
+The environments are real, created by venv, but their packages are links to those installed here. So this shows that the
+declared dependencies are sufficient, not that an index can resolve them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ EXTRAS = {
     "timm": "import timm",
     "tune": "from steadygrad.cli import main; assert main(['tune', 'seo', '--help']) == 0; import optuna",
 }
-"""What each extra is for, as a program that needs it; extras that only name others are not here."""
+"""A program that needs each extra; extras that only combine others are not listed."""
 
 
 def find_dependencies(extra: str | None = None) -> set[str]:
-    """Names of the distributions that the wheel needs, with one extra or none, and of all that those need."""
+    """Return the distributions that the wheel needs, with or without an extra, and their dependencies."""
     own = [*PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] if extra else [])]
     found: set[str] = set()
     left = [Requirement(line) for line in own]
@@ -69,7 +69,7 @@ def is_installed(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the sources."""
+    """Build the wheel from the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")],
@@ -81,12 +81,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with the wheel and its hard dependencies."""
+    """Return the Python of an environment with the wheel and its hard dependencies."""
     return make_environment(tmp_path_factory.mktemp("bare"), wheel, find_dependencies())
 
 
 def make_environment(folder: Path, wheel: Path, names: set[str]) -> Path:
-    """An environment with the wheel and these distributions, linked from the present one; its Python."""
+    """Create an environment with the wheel and these distributions, linked from the current one; return its Python."""
     venv.create(folder / "env", symlinks=True, with_pip=False)
     packages = next((folder / "env").glob("lib/python*/site-packages"))
     with zipfile.ZipFile(wheel) as archive:
@@ -108,11 +108,11 @@ def run(bare: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[s
     )
 
 
-def test_it_is_bare(bare: Path, tmp_path: Path) -> None:
+def test_the_environment_is_bare(bare: Path, tmp_path: Path) -> None:
     seen = run(bare, "-c", "import steadygrad, torch; print(steadygrad.__file__)", cwd=tmp_path)
     assert "bare" in seen.stdout, seen.stderr
     for name in ("yaml", "matplotlib", "transformers", "lightning", "starlette"):
-        assert run(bare, "-c", f"import {name}", cwd=tmp_path).returncode == 1, f"{name} is no hard dependency"
+        assert run(bare, "-c", f"import {name}", cwd=tmp_path).returncode == 1, f"{name} is not a hard dependency"
 
 
 def test_the_readme_runs(bare: Path, tmp_path: Path) -> None:
@@ -152,13 +152,13 @@ def test_the_demo_survives(bare: Path, tmp_path: Path) -> None:
     assert demo.returncode == 0, demo.stdout + demo.stderr
 
 
-def test_every_extra_is_tried_or_made_of_others() -> None:
+def test_every_extra_is_tested_or_combines_others() -> None:
     groups = {"all", "docs", "dev"}
     assert set(EXTRAS) | groups == set(PROJECT["optional-dependencies"])
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_an_extra_brings_what_it_is_for(extra: str, wheel: Path, tmp_path: Path) -> None:
+def test_an_extra_installs_what_it_is_for(extra: str, wheel: Path, tmp_path: Path) -> None:
     declared = [canonicalize_name(Requirement(line).name) for line in PROJECT["optional-dependencies"][extra]]
     missing = [name for name in declared if not is_installed(name)]
     if missing:

@@ -1,4 +1,4 @@
-"""A training that is killed at any moment loses no step beyond its last save, and ends with the same weights."""
+"""A training killed at any moment loses no step beyond its last save, and ends with the same weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 NUM_KILLS = 20
 
 
-def test_a_training_killed_twenty_times_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_training_killed_twenty_times_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     program = Path(__file__).with_name("crashes.py")
     command = [sys.executable, str(program), str(tmp_path), str(NUM_KILLS), "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=800)

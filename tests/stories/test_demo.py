@@ -1,4 +1,4 @@
-"""The demo as a person sees it: the unguarded run dies, the guarded one survives, and the numbers are real."""
+"""The demo as a user sees it: the unguarded run dies, the guarded one survives, and the numbers are real."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def read_lines(path: Path) -> list[dict[str, object]]:
 
 
 def number_of(source: str) -> int:
-    """The line of the model's file that says so."""
+    """Return the line of the model's file with this text."""
     lines = Path(bad_model.__file__).read_text(encoding="utf-8").splitlines()
     (number,) = [i for i, line in enumerate(lines, 1) if line.strip() == source]
     return number
 
 
 class Notebook:
-    """A Listener that writes everything down."""
+    """A Listener that records everything."""
 
     def __init__(self) -> None:
         self.losses: dict[str, list[float]] = {}
@@ -72,8 +72,8 @@ class Notebook:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Notebook, Comparison]:
-    """One demo: its folder, what was heard of it, and what came of it."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Notebook, Comparison]:
+    """Run one demo; return its folder, what the listener recorded, and the result."""
     folder, notebook, threads = tmp_path_factory.mktemp("demo") / "run", Notebook(), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("STEADYGRAD", raising=False)
@@ -82,7 +82,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Notebook, Comp
     return folder, notebook, comparison
 
 
-def test_unguarded_dies_guarded_survives_and_the_line_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_unguarded_run_dies_the_guarded_one_survives_and_the_line_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code = main(["demo", "--quick", "--device", "cpu"])
     output = capsys.readouterr().out
 
@@ -109,13 +111,13 @@ def test_unguarded_dies_guarded_survives_and_the_line_is_named(capsys: pytest.Ca
     assert "Survived." in page
 
 
-def test_both_runs_are_on_record_step_by_step(told: tuple[Path, Notebook, Comparison]) -> None:
-    folder, _, _ = told
+def test_both_runs_are_recorded_step_by_step(recorded: tuple[Path, Notebook, Comparison]) -> None:
+    folder, _, _ = recorded
     dead, guarded = (read_lines(folder / name / "steps.jsonl") for name in ("unguarded", "guarded"))
     assert [len(dead), len(guarded)] == [SETTINGS.num_steps] * 2
     assert {step["loss"] for step in dead[PLAN.empty_step + 1 :]} == {"nan"}
     assert not any(step["skipped"] for step in dead)
-    # Clipped steps round differently in the two loops, and training multiplies that: the first ones must be equal.
+    # Clipped steps round differently in the two loops, and training amplifies that: only the first ones must be equal.
     assert [step["loss"] for step in dead[:10]] == pytest.approx([step["loss"] for step in guarded[:10]], rel=1e-4)
     rates = [step["learning_rates"][0] for step in dead]  # type: ignore[index]
     jumped = [i for i, rate in enumerate(rates) if rate != SETTINGS.learning_rate]
@@ -125,9 +127,7 @@ def test_both_runs_are_on_record_step_by_step(told: tuple[Path, Notebook, Compar
     assert (folder / "unguarded" / "incidents.jsonl").read_text() == ""
 
 
-def test_a_guard_that_is_switched_off_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disabled_guard_is_not_a_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("STEADYGRAD", "off")
     assert main(["demo", "--quick", "--device", "cpu", "--run-dir", "here"]) == 2
     output = capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_a_guard_that_is_switched_off_is_no_success(
 
 
 @pytest.mark.parametrize("name", ["guarded/steps.jsonl", "unguarded/run.json", "run.json"])
-def test_a_directory_that_holds_a_run_is_left_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_with_a_run_is_not_touched(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path("here") / name
     path.parent.mkdir(parents=True)
     path.write_text("{}")
@@ -147,7 +147,7 @@ def test_a_directory_that_holds_a_run_is_left_alone(name: str, capsys: pytest.Ca
     assert path.read_text() == "{}"
 
 
-def test_a_directory_that_cannot_be_made_fails_before_the_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_cannot_be_created_fails_before_the_training(capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("")
     assert main(["demo", "--quick", "--run-dir", "file/below"]) == 2
     captured = capsys.readouterr()
@@ -155,13 +155,13 @@ def test_a_directory_that_cannot_be_made_fails_before_the_training(capsys: pytes
     assert "1. Unguarded" not in captured.out
 
 
-def test_a_device_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--quick", "--device", "cuda:99"]) == 2
     assert "cannot train on device 'cuda:99'" in capsys.readouterr().err
 
 
-def test_what_the_listener_hears_is_what_the_comparison_says(told: tuple[Path, Notebook, Comparison]) -> None:
-    _, notebook, comparison = told
+def test_the_listener_gets_the_same_as_the_comparison(recorded: tuple[Path, Notebook, Comparison]) -> None:
+    _, notebook, comparison = recorded
     steps = [PLAN.jump_step, PLAN.empty_step, PLAN.nan_step]
     assert notebook.faults == [(name, step) for name in ("unguarded", "guarded") for step in steps]
     assert math.isfinite(notebook.losses["unguarded"][PLAN.empty_step])  # the loss is fine; the gradient is not
@@ -178,20 +178,20 @@ def test_what_the_listener_hears_is_what_the_comparison_says(told: tuple[Path, N
     assert list(comparison.guarded.losses) == notebook.losses["guarded"]
 
 
-def test_the_guarded_run_ends_where_a_run_without_faults_ends(
-    told: tuple[Path, Notebook, Comparison], tmp_path: Path
+def test_the_guarded_run_ends_like_a_run_without_faults(
+    recorded: tuple[Path, Notebook, Comparison], tmp_path: Path
 ) -> None:
     beyond = SETTINGS.num_steps + 1
     calm = dataclasses.replace(SETTINGS, faults=FaultPlan(jump_step=beyond, empty_step=beyond, nan_step=beyond))
     clean = run_demo(tmp_path / "clean", calm, Notebook()).unguarded
-    saved = told[2].guarded
+    saved = recorded[2].guarded
     assert clean.weights_are_finite
-    # The rollback costs the work of some 50 of 180 steps, on a curve that still falls.
+    # The rollback costs about 50 of 180 steps, on a curve that is still falling.
     assert clean.final_loss < saved.final_loss < 1.5 * clean.final_loss
 
 
 @pytest.mark.parametrize(("empty", "finite"), [(False, True), (True, False)])
-def test_only_an_empty_text_meets_the_bug_and_its_loss_does_not_show_it(empty: bool, finite: bool) -> None:
+def test_only_an_empty_text_triggers_the_bug_and_its_loss_does_not_show_it(empty: bool, finite: bool) -> None:
     torch.manual_seed(0)
     model = TextModel(width=16, num_layers=1, context=12)
     tokens = make_texts(1, 4, 13, seed=0)[0]
@@ -204,7 +204,7 @@ def test_only_an_empty_text_meets_the_bug_and_its_loss_does_not_show_it(empty: b
     assert all(bool(gradient.isfinite().all()) for gradient in gradients) is finite
 
 
-def test_texts_are_words_and_no_text_is_padded() -> None:
+def test_texts_consist_of_words_and_are_not_padded() -> None:
     texts = make_texts(3, 5, 40, seed=1)
     assert texts.shape == (3, 5, 40)
     assert int(texts.min()) > PADDING
@@ -261,21 +261,21 @@ def compare(
         dataclasses.replace(SURVIVOR, first_bad_weight=50),
     ],
 )
-def test_survival_needs_finite_weights_an_answer_to_each_fault_and_progress(guarded: RunSummary) -> None:
+def test_survival_needs_finite_weights_a_response_to_each_fault_and_progress(guarded: RunSummary) -> None:
     assert compare().guarded_survived
     assert not compare(guarded=guarded).guarded_survived
 
 
-def test_a_fault_that_nobody_named_is_no_survival() -> None:
+def test_an_unnamed_fault_is_not_survival() -> None:
     assert not compare(incidents=ANSWERS[:2]).guarded_survived
 
 
-def test_an_unguarded_run_that_lives_has_not_died() -> None:
+def test_an_unguarded_run_that_lives_is_not_reported_as_dead() -> None:
     assert compare().unguarded_died
     assert not compare(unguarded=SURVIVOR).unguarded_died
 
 
-def test_curves_share_a_scale_and_show_where_a_run_is_lost() -> None:
+def test_curves_share_a_scale_and_show_when_a_run_is_lost() -> None:
     dead, alive = draw_losses([[1.0, 100.0, math.nan, math.nan], [1.0, 1.0, math.nan, 0.01]], width=4)
     assert [row[2:] for row in dead] == ["  ", "××"]
     assert dead[0][1] == "█"

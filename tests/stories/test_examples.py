@@ -1,4 +1,4 @@
-"""The programs and notebooks of examples/: each runs in an empty folder and comes to what it says."""
+"""The programs and notebooks of examples/: each runs in an empty folder and prints what it promises."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRINTS = {
     "trl_sft.py": ["the step was skipped", "input_layernorm", "weights finite: True"],
     "accelerate_deepspeed.py": ["[(12, 'nonfinite_loss')]"],
 }
-"""What each program prints, among more."""
+"""Part of what each program prints."""
 NEEDS = {
     "lightning_trainer.py": "lightning",
     "hf_trainer.py": "transformers",
@@ -71,7 +71,7 @@ def test_a_program_survives_its_fault(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_the_accelerate_program_survives_on_deepspeed_too(tmp_path: Path) -> None:
+def test_the_accelerate_program_also_survives_on_deepspeed(tmp_path: Path) -> None:
     printed = run("-c", DEEPSPEED_ON_A_CPU, str(EXAMPLES / "accelerate_deepspeed.py"), cwd=tmp_path)
 
     assert "[(12, 'nonfinite_loss')]" in printed
@@ -95,7 +95,7 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, shown: list[str], tmp_pat
     manager = KernelManager()
     manager._kernel_spec = KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the client leaves sockets open until it is collected
+        warnings.simplefilter("ignore")  # the client leaves sockets open until it is garbage collected
         resources = {"metadata": {"path": str(tmp_path)}}
         nbclient.NotebookClient(notebook, km=manager, timeout=300, resources=resources).execute()
         del manager
@@ -114,7 +114,7 @@ def test_the_list_names_every_example() -> None:
 
 
 def test_no_notebook_is_committed_with_outputs() -> None:
-    """They would be of somebody's machine, and go stale."""
+    """Outputs would show another machine, and become outdated."""
     notebooks = [json.loads(path.read_text(encoding="utf-8")) for path in (EXAMPLES / "notebooks").glob("*.ipynb")]
     assert len(notebooks) == 2
     assert [cell for one in notebooks for cell in one["cells"] if cell.get("outputs")] == []

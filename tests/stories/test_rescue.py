@@ -40,13 +40,13 @@ STORIES = {story.name: story for story in make_stories()}
 CLIPS: dict[str, FixedNorm | None] = {"clipped": FixedNorm(max_norm=1.0), "unclipped": None}
 TOLERANCE = 1.05
 RATE_TOLERANCE = 1.1
-"""A rate that is too high from the start is lowered to about the right one, not to exactly that."""
+"""A rate that is too high from the start is lowered to about the right one, not exactly to it."""
 START_TOLERANCE = 1.2
-"""Where the fault is there from the start and the run is short: another rounding of the norm ends at 1.13 to 1.151."""
+"""For a fault from the start in a short run: with another rounding of the norm it ends at 1.13 to 1.151."""
 
 
 def clip_of(clip: FixedNorm | None) -> Callable[[nn.Module], Any] | None:
-    """The same clipping in a plain loop."""
+    """Return the same clipping for a plain loop."""
     return None if clip is None else lambda model: nn.utils.clip_grad_norm_(model.parameters(), clip.max_norm)
 
 
@@ -54,7 +54,7 @@ CLEAN: dict[tuple[int, bool], Run] = {}
 
 
 def run_clean(training: Training, *, clipped: bool) -> Run:
-    """The plain run without a fault; all that is told of one training shares it."""
+    """Return the plain run without a fault; all stories of one training share it."""
     key = (id(training), clipped)
     if key not in CLEAN:
         CLEAN[key] = train_plain(training, clip=clip_of(CLIPS["clipped"] if clipped else None))
@@ -68,7 +68,7 @@ def run_unguarded(name: str) -> Run:
 
 @pytest.fixture(scope="module")
 def run_guarded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Run, Path]]:
-    """The story on a guard, once with each clipping, and its run directory."""
+    """Return the story on a guard, once with each clipping, and its run directory."""
 
     @functools.cache
     def run(name: str, clip: str) -> tuple[Run, Path]:
@@ -85,13 +85,13 @@ def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
 
 
-# Clipping plays no part in what becomes of a spoilt weight, or of a step that is left out: the NaN batch is enough.
+# Clipping does not matter for a damaged weight or a skipped step: the NaN batch is enough.
 BOTH = ("NaN batch", "learning rate jumps, SGD", "learning rate jumps, AdamW", "RNN explodes")
-TOLD = [(name, clip) for name in STORIES for clip in CLIPS if name in BOTH or clip == "unclipped"]
+CASES = [(name, clip) for name in STORIES for clip in CLIPS if name in BOTH or clip == "unclipped"]
 
 
-@pytest.mark.parametrize(("name", "clip"), TOLD, ids=map(", ".join, TOLD))
-def test_a_guard_saves_the_run_and_tells_what_happened(name: str, clip: str, run_guarded: Any) -> None:
+@pytest.mark.parametrize(("name", "clip"), CASES, ids=map(", ".join, CASES))
+def test_a_guard_saves_the_run_and_reports_what_happened(name: str, clip: str, run_guarded: Any) -> None:
     story = STORIES[name]
     clean = run_clean(story.clean, clipped=clip == "clipped")
     unguarded = run_unguarded(name)
@@ -129,12 +129,12 @@ def test_a_poisoned_sample_is_skipped_each_time_and_its_batch_named(run_guarded:
 
 
 RATES = {story.name: story for story in make_rate_stories()}
-# Each training and each clipping, not all pairs of them.
+# Each training and each clipping, but not all pairs.
 PAIRS = [("SGD", "unclipped"), ("AdamW", "clipped"), ("CNN", "unclipped"), ("RNN", "clipped")]
 
 
 @pytest.mark.parametrize(("name", "clip"), [(f"learning rate 30x, {name}", clip) for name, clip in PAIRS])
-def test_a_learning_rate_30_times_too_high_is_found_at_the_start_and_lowered_there(name: str, clip: str) -> None:
+def test_a_learning_rate_30_times_too_high_is_found_and_lowered_at_the_start(name: str, clip: str) -> None:
     story = RATES[name]
     clean = run_clean(story.clean, clipped=clip == "clipped")
     unguarded = story.train_plain(clip_of(CLIPS[clip]))
@@ -156,8 +156,8 @@ def test_a_learning_rate_30_times_too_high_is_found_at_the_start_and_lowered_the
     )
 
 
-def test_a_lowered_rate_goes_on_from_where_the_same_steps_led_bit_for_bit() -> None:
-    """Nothing of the first forty batches is lost: the run is the one that had the lower rate from the first step on."""
+def test_a_lowered_rate_continues_like_a_run_that_always_had_it_bit_for_bit() -> None:
+    """None of the first forty batches is lost: the run equals one with the lower rate from the first step on."""
     story = RATES["learning rate 30x, CNN"]
     training = dataclasses.replace(story.faulty, make_model=functools.partial(make_cnn, dropout=0.3))
     model, optimizer = begin(training, factor=1.0)
@@ -185,13 +185,13 @@ def test_a_lowered_rate_goes_on_from_where_the_same_steps_led_bit_for_bit() -> N
         assert torch.equal(value, weights[name]), name
     for key, value in plain_optimizer.state_dict()["state"].items():
         assert torch.equal(value["momentum_buffer"], state["state"][key]["momentum_buffer"]), key
-    assert state["param_groups"][0]["lr"] == 1.5  # the user's own number; the factor is held while a step is made
+    assert state["param_groups"][0]["lr"] == 1.5  # the user's number; the factor only applies during a step
     assert scheduler.last_epoch == 40
-    assert ema.n_averaged == 0  # what it had averaged were the weights of the rate that was too high
+    assert ema.n_averaged == 0  # the average was over weights trained with too high a rate
 
 
 def begin(training: Training, *, factor: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and the optimizer of a training, at a share of its rate."""
+    """Return the model and the optimizer of a training, at a share of its rate."""
     torch.manual_seed(training.seed)
     model = training.make_model().train()
     optimizer = training.make_optimizer(model.parameters())
@@ -200,7 +200,7 @@ def begin(training: Training, *, factor: float) -> tuple[nn.Module, torch.optim.
     return model, optimizer
 
 
-def test_a_learning_rate_far_beyond_that_is_lowered_again_and_again() -> None:
+def test_a_learning_rate_far_beyond_that_is_lowered_repeatedly() -> None:
     story = make_far_too_high_story()
     clean = run_clean(story.clean, clipped=False)
     assert clean.loss < 0.2 * story.clean.guessing
@@ -215,20 +215,20 @@ def test_a_learning_rate_far_beyond_that_is_lowered_again_and_again() -> None:
     assert {i.outcome.action for i in guarded.guard.incidents} - {Action.NONE, Action.CLIP} == story.does
 
 
-def test_a_learning_rate_that_no_attempt_brings_down_halts_with_the_story() -> None:
+def test_a_learning_rate_that_no_attempt_corrects_halts_with_a_report() -> None:
     story = make_far_too_high_story(factor=1e6)
 
     guarded = story.train_guarded(clip=None)
 
     assert guarded.halted is not None
     assert not guarded.died
-    told = [i.outcome.action for i in guarded.halted.incidents if i.finding.kind == "rate_too_high"]
-    assert told == [Action.ROLLBACK] * 3 + [Action.HALT]
+    actions = [i.outcome.action for i in guarded.halted.incidents if i.finding.kind == "rate_too_high"]
+    assert actions == [Action.ROLLBACK] * 3 + [Action.HALT]
     assert "3 times in 1000 steps a lower learning rate has not helped" in str(guarded.halted)
 
 
-def test_an_rnn_that_starts_unstable_is_named_and_clipping_brings_it_home() -> None:
-    # Half of its steps: the guarded loss is then 1.13 of the clean one, the unguarded one 2.2.
+def test_an_rnn_that_starts_unstable_is_named_and_clipping_saves_it() -> None:
+    # Half of its steps: then the guarded loss is 1.13 times the clean one, the unguarded one 2.2 times.
     story = dataclasses.replace(make_slow_story(), clean=train_memory(1200))
     clean = run_clean(story.clean, clipped=True)
     assert story.train_plain().loss > 1.5 * clean.loss
@@ -245,10 +245,10 @@ def test_an_rnn_that_starts_unstable_is_named_and_clipping_brings_it_home() -> N
 # --- damage that stays finite -----------------------------------------------------------------------------------------
 
 DAMAGE = {story.name: story for change in (False, True) for story in make_damage_stories(with_data_change=change)}
-# One for each way in which harm is found; benchmarks/finite_damage.py tells them all.
+# One for each way of finding damage; benchmarks/finite_damage.py runs them all.
 FOUND_BY = {
     "rate x 30 for 40 steps, AdamW": "the second look, once the rate is back",
-    "embedding rows permuted": "a spike that hurt the weights, and they stay hurt",
+    "embedding rows permuted": "a spike that damages the weights for good",
     "BatchNorm scales x 20": "a jump that stays",
     "attention matrices x 20, new data": "the same steps made again from earlier weights",
 }
@@ -298,7 +298,7 @@ HEALTHY: dict[str, Training] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_is_left_alone_bit_for_bit_and_nothing_is_said(name: str) -> None:
+def test_a_healthy_run_is_bit_identical_and_gets_no_finding(name: str) -> None:
     training = HEALTHY[name]
     plain = run_clean(training, clipped=False)
     guarded = train_guarded(training, GuardConfig(clip=FixedNorm(max_norm=1e9)))

@@ -1,4 +1,4 @@
-"""Rollback as a user meets it: exact, counted, bounded, told. And the other actions that a run can live through."""
+"""Rollback from the user's view: exact, counted, bounded, reported. Also the other actions that a run survives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 
 QUIET = FixedNorm(max_norm=1e9)
 SNAPSHOTS = SnapshotConfig(every=10, good_after=5)
-"""Snapshots at 0, 10, 20, ..., good five healthy steps later."""
+"""Snapshots at 0, 10, 20, ..., each good five healthy steps later."""
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -61,7 +61,7 @@ class Subject:
         )
 
     def loss(self, batch: Batch) -> Tensor:
-        noise = 0.01 * random.random()  # Python's generator is part of the state too
+        noise = 0.01 * random.random()  # Python's generator is also part of the state
         return nn.functional.cross_entropy(self.model(batch[0] + noise), batch[1])
 
     def guard(self, *, clip: FixedNorm | None = QUIET, **kwargs: Any) -> Guard:
@@ -70,7 +70,7 @@ class Subject:
         return Guard(self.model, self.optimizer, config=config, **extras)
 
     def state(self) -> dict[str, Any]:
-        """All of it that a rollback takes back, copied; random generators are the program's, and move on."""
+        """Return a copy of all state that a rollback restores; random generators belong to the program and move on."""
         things = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -82,13 +82,13 @@ class Subject:
         return copy.deepcopy(states)
 
     def draw_only(self, batch: Batch) -> None:
-        """A forward of which nothing stays but what it has drawn."""
+        """Run a forward that leaves only its random draws behind."""
         buffers = copy.deepcopy(self.model.state_dict())
         self.loss(batch)
         self.model.load_state_dict(buffers)
 
     def step_plainly(self, batch: Batch) -> None:
-        """The loop of a run that no guard has ever seen."""
+        """Run the loop without any guard."""
         self.loss(batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -97,7 +97,7 @@ class Subject:
 
 
 def assert_equal_state(left: Any, right: Any, path: str = "state") -> None:
-    """The same structure with the same values, bit for bit."""
+    """Assert the same structure with the same values, bit for bit."""
     if isinstance(left, Tensor):
         assert isinstance(right, Tensor), path
         assert torch.equal(left, right), f"{path} differs"
@@ -114,7 +114,7 @@ def assert_equal_state(left: Any, right: Any, path: str = "state") -> None:
 
 
 def actions_of(guard: Guard) -> list[tuple[int, str]]:
-    """Step and name of everything that was done beyond a skip."""
+    """Return step and name of every action beyond a skip."""
     done = [(i.step, i.outcome.action.value) for i in guard.incidents]
     return [(step, action) for step, action in done if action not in ("skip", "clip", "none")]
 
@@ -143,10 +143,10 @@ def test_the_state_after_a_rollback_equals_the_snapshot_bit_for_bit(scaler: bool
 
 
 @pytest.mark.parametrize("uses_batches", [True, False], ids=["guard.batches", "steps refused"])
-def test_leaving_the_window_out_gives_the_run_that_never_had_those_batches(uses_batches: bool) -> None:
+def test_omitting_the_window_gives_the_run_without_those_batches(uses_batches: bool) -> None:
     batches = make_batches(60)
     plain = Subject.make()
-    # 47 went back to 40, and two more were left out: a twentieth of 48 steps
+    # 47 went back to 40, and two more were omitted: a twentieth of 48 steps
     for number, batch in enumerate(batches):
         if not 40 <= number < 50:
             plain.step_plainly(batch)
@@ -172,7 +172,7 @@ def test_leaving_the_window_out_gives_the_run_that_never_had_those_batches(uses_
     assert guard.last.step == seen - 1
 
 
-def test_what_a_refused_step_returns_is_a_loss_and_leaves_no_trace() -> None:
+def test_a_refused_step_returns_a_loss_and_leaves_no_trace() -> None:
     subject = Subject.make()
     guard = subject.guard()
     batches = make_batches(50)
@@ -191,7 +191,7 @@ def test_what_a_refused_step_returns_is_a_loss_and_leaves_no_trace() -> None:
     assert all(p.grad is None for p in subject.model.parameters())
 
 
-def test_a_user_s_own_backward_is_refused_too() -> None:
+def test_a_backward_of_the_user_is_refused_too() -> None:
     subject = Subject.make()
     guard = subject.guard()
     batches = make_batches(52)
@@ -222,7 +222,7 @@ def train_on_bad_losses(guard: Guard, subject: Subject, count: int, bad: Iterabl
     guard.flush()
 
 
-def test_one_bad_step_skips_three_halve_the_learning_rate_ten_roll_back() -> None:
+def test_one_bad_step_is_skipped_three_halve_the_rate_ten_roll_back() -> None:
     subject = Subject.make()
     guard = subject.guard()
 
@@ -232,7 +232,7 @@ def test_one_bad_step_skips_three_halve_the_learning_rate_ten_roll_back() -> Non
     assert guard.stats()["learning_rate_factor"] == 0.5
 
 
-def test_the_third_rollback_halts_with_the_whole_story() -> None:
+def test_the_third_rollback_halts_with_a_full_report() -> None:
     subject = Subject.make()
     guard = subject.guard()
 
@@ -257,7 +257,7 @@ def test_the_third_rollback_halts_with_the_whole_story() -> None:
     assert all(p.isfinite().all() for p in subject.model.parameters())
 
 
-def test_the_budget_of_rollbacks_grows_back() -> None:
+def test_the_budget_of_rollbacks_recovers() -> None:
     subject = Subject.make()
     guard = subject.guard(policy=Policy(budget_steps=60))
 
@@ -266,7 +266,7 @@ def test_the_budget_of_rollbacks_grows_back() -> None:
     assert [action for _, action in actions_of(guard) if action == "rollback"] == ["rollback"] * 4
 
 
-def test_the_learning_rate_is_lowered_once_in_a_cooldown() -> None:
+def test_the_learning_rate_is_lowered_once_per_cooldown() -> None:
     bad = [*range(20, 23), *range(30, 33), *range(130, 133)]
     subject = Subject.make()
     guard = subject.guard(policy=Policy(cooldown_steps=50))
@@ -286,7 +286,7 @@ def test_too_many_skips_halt() -> None:
     assert guard.stats()["num_skipped"] == 6
 
 
-def test_a_corrupted_weight_with_nothing_to_go_back_to_halts_and_names_it() -> None:
+def test_a_corrupted_weight_without_a_snapshot_halts_and_is_named() -> None:
     subject = Subject.make()
     guard = Guard(subject.model, subject.optimizer, config=GuardConfig(snapshots=SnapshotConfig(enabled=False)))
     batches = make_batches(10)
@@ -318,7 +318,7 @@ def test_a_lowered_learning_rate_survives_a_lambda_schedule_and_is_in_the_record
     steps = [json.loads(line) for line in (tmp_path / "run/steps.jsonl").read_text().splitlines()]
     rates = {step["step"]: step["learning_rates"][0] for step in steps}
     for step in range(13):
-        assert rates[step] == 0.01 * (1.0 / (1.0 + 0.1 * min(step, 10)))  # skipped steps do not move the schedule
+        assert rates[step] == 0.01 * (1.0 / (1.0 + 0.1 * min(step, 10)))  # skipped steps do not advance the schedule
     for step in range(13, 30):
         assert rates[step] == pytest.approx(0.5 * 0.01 / (1.0 + 0.1 * (step - 3)), rel=1e-12)  # one rounding
     incidents = [json.loads(line) for line in (tmp_path / "run/incidents.jsonl").read_text().splitlines()]
@@ -328,7 +328,7 @@ def test_a_lowered_learning_rate_survives_a_lambda_schedule_and_is_in_the_record
     assert lowered["outcome"]["after"]["lr"] == pytest.approx(0.5 * lowered["outcome"]["before"]["lr"], rel=1e-12)
 
 
-def test_a_lowered_learning_rate_climbs_back_when_asked() -> None:
+def test_a_lowered_learning_rate_can_ramp_back_up() -> None:
     subject = Subject.make()
     guard = subject.guard(policy=Policy(ramp_back_steps=10))
     fn = poison_loss(subject.loss, at={10, 11, 12})
@@ -345,7 +345,7 @@ def test_a_lowered_learning_rate_climbs_back_when_asked() -> None:
     )
 
 
-def test_the_first_rollback_takes_back_a_lowered_rate_that_did_not_heal_and_the_second_keeps_it() -> None:
+def test_the_first_rollback_restores_an_ineffective_lower_rate_and_the_second_keeps_it() -> None:
     subject = Subject.make()
     guard = subject.guard()
 
@@ -355,7 +355,7 @@ def test_the_first_rollback_takes_back_a_lowered_rate_that_did_not_heal_and_the_
     assert subject.scheduler.last_epoch == 20
     assert subject.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 3.0, rel=1e-12)
 
-    train_on_bad_losses(guard, subject, 14, range(14))  # the window, three, ten, and one that is refused
+    train_on_bad_losses(guard, subject, 14, range(14))  # the window, three, ten, and a refused one
 
     assert [action for _, action in actions_of(guard)] == ["scale_lr", "rollback", "scale_lr", "rollback"]
     assert guard.stats()["learning_rate_factor"] == 0.5
@@ -364,7 +364,7 @@ def test_the_first_rollback_takes_back_a_lowered_rate_that_did_not_heal_and_the_
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
-def test_observing_changes_nothing_but_keeps_bad_steps_from_the_weights() -> None:
+def test_observing_changes_nothing_but_still_skips_bad_steps() -> None:
     subject = Subject.make()
     guard = subject.guard(policy=Policy.observe())
     bad = set(range(20, 40))
@@ -402,7 +402,7 @@ def test_a_patient_policy_rolls_back_and_changes_no_hyperparameter() -> None:
     assert guard.stats()["learning_rate_factor"] == 1.0
 
 
-def test_an_answer_of_one_s_own_to_a_validation_goes_back_from_there() -> None:
+def test_a_custom_action_on_a_validation_rolls_back_from_there() -> None:
     subject = Subject.make()
     guard = subject.guard(policy=Policy(actions={"nonfinite_validation": Action.ROLLBACK}))
     batches = make_batches(48)
@@ -417,11 +417,11 @@ def test_an_answer_of_one_s_own_to_a_validation_goes_back_from_there() -> None:
     assert (rollback.outcome.before, rollback.outcome.after) == ({"step": 48}, {"step": 40})
     assert_equal_state(states[40], subject.state())
     before = subject.state()
-    guard.step(subject.loss, batches[0])  # refused; the buffers that it puts back are those of the snapshot
+    guard.step(subject.loss, batches[0])  # refused; the buffers that it restores are those of the snapshot
     assert_equal_state(before, subject.state())
 
 
-def test_early_stopping_ignores_what_is_not_finite_and_remembers_the_best() -> None:
+def test_early_stopping_ignores_nonfinite_losses_and_keeps_the_best() -> None:
     subject = Subject.make()
     guard = subject.guard(policy=Policy(early_stopping_patience=2))
     stops = []
@@ -438,7 +438,7 @@ def test_early_stopping_ignores_what_is_not_finite_and_remembers_the_best() -> N
 # --- the summary -----------------------------------------------------------------------------------------------------
 
 
-def test_the_summary_tells_what_was_done_in_ten_lines() -> None:
+def test_the_summary_lists_the_actions_in_ten_lines() -> None:
     subject = Subject.make()
     guard = subject.guard(clip=FixedNorm(max_norm=0.3))
     poisoned: Sequence[int] = range(40, 50)
@@ -461,7 +461,7 @@ def test_the_summary_tells_what_was_done_in_ten_lines() -> None:
     assert "went back from step 50 to the state before step" in text
 
 
-def test_a_summary_of_a_poisoned_gradient_names_the_worst_layers() -> None:
+def test_a_summary_of_a_poisoned_gradient_names_the_worst_layers_first() -> None:
     subject = Subject.make()
     guard = subject.guard()
     for batch in poison_batches(make_batches(20), at={5, 9}):

@@ -1,4 +1,4 @@
-"""`steadygrad run`: small habits of scripts, each compared with plain Python in one pair of processes."""
+"""`steadygrad run`: small behaviours of scripts, each compared with plain Python in one pair of processes."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ os.chdir("/")
 
 @dataclass(frozen=True)
 class Pair:
-    """The same script by Python alone, and by us."""
+    """The same script run by Python alone, and by us."""
 
     plain: subprocess.CompletedProcess[str]
     ours: subprocess.CompletedProcess[str]
 
     def take(self, start: str) -> str:
-        """Return the lines of standard output that begin so, equal in both."""
+        """Return the lines of standard output with this prefix, equal in both."""
         plain, ours = (
             [line for line in done.stdout.splitlines() if line.startswith(start)] for done in (self.plain, self.ours)
         )
@@ -74,7 +74,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("alike")
     (folder / "inner").mkdir()
     (folder / "inner" / "train.py").write_text(HABITS)
-    (folder / "inner" / "difflib.py").write_text("MARK = 'mine'\n")  # the command line has imported the library's
+    (folder / "inner" / "difflib.py").write_text("MARK = 'mine'\n")  # the command line has imported the library
     (folder / "inner" / "statistics.py").write_text("print('a module that the script never imports')\n")
 
     def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -90,36 +90,36 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(run(), run("-m", "steadygrad", "run", "--run-dir", "run"))
 
 
-def test_a_script_gets_the_modules_of_its_folder_and_no_other_one_runs(pair: Pair) -> None:
+def test_a_script_imports_the_modules_of_its_folder_and_no_other_ones(pair: Pair) -> None:
     assert pair.take("own module:") == "own module: mine", pair.ours.stderr
     assert "never imports" not in pair.ours.stdout
     assert "guarding AdamW" in pair.ours.stderr, "steadygrad has got the library's modules"
 
 
-def test_a_script_is_named_as_it_was_typed(pair: Pair) -> None:
+def test_a_script_sees_its_name_as_typed(pair: Pair) -> None:
     assert pair.take("file:") == "file: inner/train.py True"
 
 
-def test_models_and_optimizers_are_freed_when_the_script_lets_go_of_them(pair: Pair) -> None:
-    """A sweep that makes one large model after the other must not hold two at once."""
+def test_models_and_optimizers_are_freed_when_the_script_drops_them(pair: Pair) -> None:
+    """A sweep over large models must not hold two at once."""
     assert pair.take("freed:") == "freed: [True, True]"
 
 
-def test_weights_and_attributes_of_the_optimizer_are_those_of_a_plain_run(pair: Pair) -> None:
+def test_weights_and_optimizer_attributes_equal_those_of_a_plain_run(pair: Pair) -> None:
     assert pair.take("weights:")
 
 
-def test_small_steps_of_adam_are_made_by_fewer_calls(pair: Pair) -> None:
-    """The weights are equal all the same, which the test before this one compares."""
+def test_small_steps_of_adam_use_fewer_calls(pair: Pair) -> None:
+    """The weights are still equal, as the previous test shows."""
     counts = [int(done.stdout.partition("calls: ")[2].split()[0]) for done in (pair.plain, pair.ours)]
     assert counts == [12, 4], "the first two steps of each training are torch's own"
 
 
-def test_the_record_is_named_from_where_the_run_was_started(pair: Pair) -> None:
-    """The script has gone to another folder, the user's shell has not."""
+def test_the_records_path_is_relative_to_where_the_run_started(pair: Pair) -> None:
+    """The script has changed its folder, the user's shell has not."""
     assert pair.ours.stderr.splitlines()[-1].endswith("; steadygrad report run/trial-2")
 
 
 def test_functions_of_torch_can_be_pickled_as_before(pair: Pair) -> None:
-    """An object may hold one of them and go to a spawned process."""
+    """An object may hold one of them and be sent to a spawned process."""
     assert pair.take("pickled:") == f"pickled: {[True] * 6}", pair.ours.stderr

@@ -1,4 +1,4 @@
-"""`steadygrad run` notices torch whoever asks for it first, and however often."""
+"""`steadygrad run` notices torch whichever import loads it first, and however often."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ sys.path.remove("broken")
 """
 
 
-def test_an_import_that_failed_at_first_is_guarded(tmp_path: Path) -> None:
+def test_an_import_that_first_failed_is_guarded(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "torch.py").write_text("raise RuntimeError('not yet')\n")
     (tmp_path / "train.py").write_text(RETRYING + TRAINING)

@@ -1,4 +1,4 @@
-"""`steadygrad run`: the first and the last line, the loud one when nothing was guarded, and the exit code by choice."""
+"""`steadygrad run`: the first and the last line, the warning when nothing was guarded, and the optional exit code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(folder: Path, text: str, *options: str) -> Done:
     return run_guarded(folder, str(folder / "train.py"), options=options)
 
 
-def test_the_first_line_says_what_is_guarded_and_the_last_one_what_came_of_it(tmp_path: Path) -> None:
+def test_the_first_line_says_what_is_guarded_and_the_last_one_the_result(tmp_path: Path) -> None:
     healthy = run(tmp_path / "healthy", HEALTHY.replace("BAD", "pass"))
     assert healthy.err.splitlines() == [
         "steadygrad: guarding AdamW (2 tensors, 5) of Net; record in run",
@@ -65,7 +65,7 @@ def test_the_first_line_says_what_is_guarded_and_the_last_one_what_came_of_it(tm
     assert last.endswith("(train.py:14); steadygrad report run")
 
 
-def test_a_cause_that_comes_again_takes_one_line_that_refers_to_the_first(tmp_path: Path) -> None:
+def test_a_repeated_cause_takes_one_line_that_refers_to_the_first(tmp_path: Path) -> None:
     again = HEALTHY.replace("BAD", "x[0] = float('nan') if step in (5, 6, 7) else 1.0")
     lines = run(tmp_path, again).err.splitlines()
     assert sum("train.py:14   " in line for line in lines) == 1
@@ -82,7 +82,7 @@ def test_a_cause_that_comes_again_takes_one_line_that_refers_to_the_first(tmp_pa
         ("import torch\ntorch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)", "no optimizer took a step"),
     ],
 )
-def test_that_nothing_was_guarded_is_said_loudly_with_the_reason(text: str, why: str, tmp_path: Path) -> None:
+def test_an_unguarded_run_is_reported_prominently_with_the_reason(text: str, why: str, tmp_path: Path) -> None:
     done = run(tmp_path, text)
     assert (done.code, f"NOTHING WAS GUARDED: {why}" in done.err) == (0, True)
     assert run(tmp_path, text, "--fail-on", "error").code == 1
@@ -98,7 +98,7 @@ def test_that_nothing_was_guarded_is_said_loudly_with_the_reason(text: str, why:
         (f"{BAD}\nraise SystemExit(0)", "error", 1),
     ],
 )
-def test_the_exit_code_tells_of_incidents_when_asked_to(text: str, level: str, code: int, tmp_path: Path) -> None:
+def test_the_exit_code_reports_incidents_if_requested(text: str, level: str, code: int, tmp_path: Path) -> None:
     done = run(tmp_path, text, "--fail-on", level)
     assert done.code == code, done.err
 
@@ -108,7 +108,7 @@ STARTING = (
 )
 
 
-def test_incidents_of_started_processes_count_for_the_exit_code(tmp_path: Path) -> None:
+def test_incidents_of_child_processes_count_for_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text(BAD)
     assert run(tmp_path, STARTING).code == 0
     assert run(tmp_path, STARTING, "--fail-on", "error").code == 1
@@ -116,7 +116,7 @@ def test_incidents_of_started_processes_count_for_the_exit_code(tmp_path: Path) 
     assert run(tmp_path, STARTING, "--fail-on", "error").code == 0
 
 
-def test_every_trial_of_a_sweep_is_guarded_and_has_a_record_of_its_own(tmp_path: Path) -> None:
+def test_every_trial_of_a_sweep_is_guarded_and_recorded_separately(tmp_path: Path) -> None:
     done = run(tmp_path, SWEEP)
 
     assert (done.code, done.out) == (0, "trials with bad weights: 0\n")
@@ -141,7 +141,7 @@ for _ in range(3):
 """
 
 
-def test_an_optimizer_whose_steps_are_not_seen_is_named_beside_one_that_is_guarded(tmp_path: Path) -> None:
+def test_an_optimizer_with_unseen_steps_is_named_next_to_a_guarded_one(tmp_path: Path) -> None:
     done = run(tmp_path, UNSEEN)
 
     assert done.code == 0
@@ -166,7 +166,7 @@ for step in range(4):
 """
 
 
-def test_warnings_of_torch_name_the_line_of_the_script_and_come_as_often_as_without_us(tmp_path: Path) -> None:
+def test_warnings_of_torch_name_the_line_of_the_script_and_appear_as_often_as_without_us(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WARNING)
     plain = run_plainly(tmp_path, str(tmp_path / "train.py"))
     guarded = run_guarded(tmp_path, str(tmp_path / "train.py"))
@@ -177,7 +177,7 @@ def test_warnings_of_torch_name_the_line_of_the_script_and_come_as_often_as_with
 
 
 @pytest.mark.parametrize(("code", "how"), [(0, "finished"), (3, "stopped")])
-def test_a_script_that_leaves_by_os_exit_has_every_step_on_disk_and_its_last_line(
+def test_a_script_that_calls_os_exit_has_every_step_and_its_last_line_on_disk(
     code: int, how: str, tmp_path: Path
 ) -> None:
     done = run(tmp_path, BAD + f"import os\nos._exit({code})\n")
@@ -188,7 +188,7 @@ def test_a_script_that_leaves_by_os_exit_has_every_step_on_disk_and_its_last_lin
     assert done.err.splitlines()[-1].startswith("steadygrad: AdamW: 10 steps, 1 skipped, 1 incident; step 5: NaN")
 
 
-def test_os_exit_hides_neither_that_nothing_was_guarded_nor_the_exit_code_that_was_asked_for(tmp_path: Path) -> None:
+def test_os_exit_hides_neither_the_unguarded_warning_nor_the_requested_exit_code(tmp_path: Path) -> None:
     nothing = run(tmp_path / "nothing", "import os, torch\nos._exit(0)\n")
     assert "NOTHING WAS GUARDED: the script created no torch.optim.Optimizer" in nothing.err
 
@@ -218,7 +218,7 @@ for step in range(10):
 """
 
 
-def test_a_nan_that_shows_as_an_error_of_the_next_function_is_traced_to_its_line(tmp_path: Path) -> None:
+def test_a_nan_that_makes_a_later_function_raise_is_traced_to_its_line(tmp_path: Path) -> None:
     done = run(tmp_path, RAISES.replace("BAD", "pass"))
 
     assert done.code == 1
@@ -230,15 +230,15 @@ def test_a_nan_that_shows_as_an_error_of_the_next_function_is_traced_to_its_line
     assert "1 of 8 in the batch (index 3)" in rest
 
 
-def test_an_error_that_has_nothing_to_do_with_numbers_is_left_to_its_traceback(tmp_path: Path) -> None:
+def test_an_error_unrelated_to_numbers_keeps_its_traceback(tmp_path: Path) -> None:
     done = run(tmp_path, RAISES.replace("BAD", "{}['key'] if step == 4 else None"))
 
     assert done.code == 1
     assert done.err.splitlines()[-1] == "steadygrad: AdamW: 4 steps, 0 skipped, no incident; steadygrad report run"
 
 
-def test_an_optimizer_whose_inner_one_is_guarded_is_not_called_unguarded(tmp_path: Path) -> None:
-    """SAM steps an optimizer of its own on the same parameters, and keeps a state of its own."""
+def test_an_optimizer_with_a_guarded_inner_one_is_not_reported_as_unguarded(tmp_path: Path) -> None:
+    """SAM steps its inner optimizer on the same parameters, and keeps its own state."""
     text = """
 import torch
 
@@ -283,7 +283,7 @@ NOISE = (
     "loss = (model(x) - x.sum(1, keepdim=True) - noise).square().mean()"
 )
 GROWTH = "loss = (model(x) - (1.0 + step / 10) * x.sum(1, keepdim=True)).square().mean()"
-"""The targets of docs/rising-loss.md, which grow for ever."""
+"""The targets of docs/rising-loss.md, which grow forever."""
 ODD_BATCH = (
     "noise = torch.randn(64, 1) * (100.0 if step == 200 else 1.0); "
     "loss = (model(x) - x.sum(1, keepdim=True) - noise).square().mean()"
@@ -293,10 +293,10 @@ ODD_BATCH = (
 @pytest.mark.parametrize(
     ("change", "rate", "is_told"), [(NOISE, "1e-1", False), (GROWTH, "1e-2", True), (ODD_BATCH, "1e-1", False)]
 )
-def test_a_loss_that_rises_is_not_an_incident_where_harm_cannot_be_proven(
+def test_a_rising_loss_is_not_an_incident_if_damage_cannot_be_proven(
     change: str, rate: str, is_told: bool, tmp_path: Path
 ) -> None:
-    """It cannot be known whether it is meant to: noise or targets grow, a batch is unlike the others."""
+    """It may be intended: noise or targets grow, or a batch is unlike the others."""
     text = RISES.replace("CHANGE", change).replace("1e-1", rate)
     done = run(tmp_path, text, "--fail-on", "warning")
 
@@ -309,7 +309,7 @@ def test_a_loss_that_rises_is_not_an_incident_where_harm_cannot_be_proven(
 OFTEN = HEALTHY.replace("BAD", "x[0] = float('nan') if step >= 4 else 1.0")
 
 
-def test_no_line_contradicts_what_was_done(tmp_path: Path) -> None:
+def test_no_line_contradicts_the_actions(tmp_path: Path) -> None:
     guarded = run(tmp_path / "guarded", OFTEN)
     (habit,) = (line for line in guarded.err.splitlines() if "corrective actions" in line)
     assert habit == "steadygrad: step 8: 5 corrective actions in 5 steps", "these were changes"
@@ -353,16 +353,14 @@ for step in range(6):
         ("Judge, Judge", "Adam of Judge", "Adam 2 of Judge"),
     ],
 )
-def test_with_several_optimizers_each_line_says_which_one_it_is_about(
-    kinds: str, first: str, second: str, tmp_path: Path
-) -> None:
+def test_with_several_optimizers_each_line_names_its_own(kinds: str, first: str, second: str, tmp_path: Path) -> None:
     lines = run(tmp_path, SEVERAL.replace("KINDS", f"({kinds})")).err.splitlines()
 
     name, _, owner = second.partition(" of ")
     assert lines[1] == f"steadygrad: guarding {name} (2 tensors, 5) of {owner}; record in run/optimizer-1"
-    told = [line for line in lines if "step 3: " in line and "steps" not in line]
-    assert len(told) == 2
-    assert all(line.startswith(f"steadygrad: {second}: step 3: ") for line in told)
+    printed = [line for line in lines if "step 3: " in line and "steps" not in line]
+    assert len(printed) == 2
+    assert all(line.startswith(f"steadygrad: {second}: step 3: ") for line in printed)
     ends = [line for line in lines if "steps" in line]
     assert any(line.startswith(f"steadygrad: {first}: 6 steps, 0 skipped, no incident") for line in ends)
     assert any(line.startswith(f"steadygrad: {second}: 6 steps, 1 skipped, 1 incident") for line in ends)
@@ -384,7 +382,7 @@ threading.Thread(target=train).start()
 """
 
 
-def test_a_script_whose_thread_outlives_its_last_line_is_judged_when_that_has_ended(tmp_path: Path) -> None:
+def test_a_script_with_a_surviving_thread_is_judged_when_that_has_ended(tmp_path: Path) -> None:
     done = run(tmp_path, IN_A_THREAD, "--fail-on", "critical")
 
     assert (done.code, done.out.split()) == (0, ["pooled", "trained", "handlers"]), done.err
@@ -393,7 +391,7 @@ def test_a_script_whose_thread_outlives_its_last_line_is_judged_when_that_has_en
 
 
 def test_a_traceback_shows_the_frames_of_a_plain_run(tmp_path: Path) -> None:
-    """An error inside of backward passes through our own functions, which are not the script's business."""
+    """An error inside backward passes through our functions, which the script should not see."""
     text = HEALTHY.replace("BAD", "model.weight.register_hook(lambda grad: 1 / 0)")
     guarded = run(tmp_path, text)
     plain = run_plainly(tmp_path, str(tmp_path / "train.py"))

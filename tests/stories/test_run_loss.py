@@ -1,4 +1,4 @@
-"""`steadygrad run` names the line of a bug in the loss: by a replay of its own code, or in a step that runs."""
+"""`steadygrad run` names the line of a bug in the loss: by replaying the script's code, or in a running step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ torch.save(weight.detach(), "w.pt")
 
 
 def run(folder: Path, text: str, *options: str) -> tuple[list[dict[str, Any]], str]:
-    """The incidents, and what was printed."""
+    """Return the incidents, and the output."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(text)
     done = run_guarded(folder, str(folder / "train.py"), options=options)
@@ -125,7 +125,7 @@ def test_the_first_bad_loss_is_replayed_and_its_line_named(text: str, op: str, s
     [(USES_UP_DATA, "aten.div"), (NO_MODULE, "aten.sqrt")],
     ids=["draws from an iterator", "calls no module"],
 )
-def test_a_loss_that_cannot_be_replayed_is_named_at_its_second_failure(text: str, op: str, tmp_path: Path) -> None:
+def test_an_unreplayable_loss_is_named_at_its_second_failure(text: str, op: str, tmp_path: Path) -> None:
     incidents, _ = run(tmp_path, text)
 
     first, second = [i for i in incidents if i["finding"]["kind"].startswith("nonfinite")][:2]
@@ -135,7 +135,7 @@ def test_a_loss_that_cannot_be_replayed_is_named_at_its_second_failure(text: str
 
 
 @pytest.mark.parametrize("text", [EMPTY_MASK, IN_FUNCTIONS, USES_UP_DATA, NO_MODULE])
-def test_looking_for_the_line_changes_no_bit(text: str, tmp_path: Path) -> None:
+def test_searching_for_the_line_changes_no_bit(text: str, tmp_path: Path) -> None:
     run(tmp_path / "observed", text, "--observe")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "train.py").write_text(text)
@@ -190,7 +190,7 @@ for step in range(8):
 """
 
 
-def test_a_model_and_an_optimizer_that_come_from_a_pickle_are_diagnosed_too(tmp_path: Path) -> None:
+def test_an_unpickled_model_and_optimizer_are_diagnosed_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PICKLED)
     done = run_guarded(tmp_path, str(script))

@@ -1,4 +1,4 @@
-"""`steadygrad run`: processes that the script starts are guarded too, and ranks skip together or not at all."""
+"""`steadygrad run`: processes started by the script are guarded too, and ranks skip together or not at all."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def skipped_steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("starter", STARTED.values(), ids=STARTED.keys())
-def test_a_process_that_the_script_starts_is_guarded(starter: str, tmp_path: Path) -> None:
+def test_a_child_process_is_guarded(starter: str, tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(TRAINING)
     (tmp_path / "train.py").write_text("from training import train\ntrain()\n")
     (tmp_path / "start.py").write_text(starter)
@@ -88,7 +88,7 @@ def test_a_process_that_the_script_starts_is_guarded(starter: str, tmp_path: Pat
     assert "NOTHING" not in done.err
 
 
-def test_a_sitecustomize_of_the_environment_still_runs_in_started_processes(tmp_path: Path) -> None:
+def test_a_sitecustomize_of_the_environment_still_runs_in_child_processes(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("print('customized', flush=True)\n")
     (tmp_path / "start.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'])\n")
@@ -98,7 +98,7 @@ def test_a_sitecustomize_of_the_environment_still_runs_in_started_processes(tmp_
     assert done.stdout.split() == ["customized", "customized", "1"]
 
 
-def test_a_process_whose_own_sitecustomize_fails_is_guarded_all_the_same(tmp_path: Path) -> None:
+def test_a_child_process_with_a_failing_sitecustomize_is_still_guarded(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("raise ValueError('of the environment')\n")
     asks = "import sys; print('steadygrad.adapters.scripts.children' in sys.modules)"
@@ -111,7 +111,7 @@ def test_a_process_whose_own_sitecustomize_fails_is_guarded_all_the_same(tmp_pat
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
-def test_ranks_that_lightning_starts_skip_the_same_step(strategy: str, tmp_path: Path) -> None:
+def test_ranks_started_by_lightning_skip_the_same_step(strategy: str, tmp_path: Path) -> None:
     done = run_guarded(tmp_path, "lightning_ddp.py", "--strategy", strategy)
 
     assert done.code == 0, done.err
@@ -119,7 +119,7 @@ def test_ranks_that_lightning_starts_skip_the_same_step(strategy: str, tmp_path:
     assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [5]
 
 
-def test_a_command_in_an_environment_whose_path_has_a_space_can_be_run(
+def test_a_command_runs_in_an_environment_with_a_space_in_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = tmp_path / "with space" / "train_it"
@@ -144,7 +144,7 @@ def test_torchrun_can_be_run_as_a_command(tmp_path: Path) -> None:
 
 
 def run_ranks(folder: Path, script: str, *environments: dict[str, str]) -> list[Done]:
-    """Two ranks with the environment that torchrun gives them; they meet at a file."""
+    """Run two ranks with torchrun's environment variables; they meet at a file."""
     path = folder / "train.py"
     path.write_text(script)
     ranks = []
@@ -156,7 +156,7 @@ def run_ranks(folder: Path, script: str, *environments: dict[str, str]) -> list[
     return [running.wait() for running in ranks]
 
 
-# gloo sometimes aborts a rank when it leaves, guarded or not: what counts is on disk by then, whatever the exit code.
+# gloo sometimes aborts a rank at exit, guarded or not: the files are complete by then, whatever the exit code.
 REDUCE_IN_STEP = """
 import datetime, gc, os
 import torch
@@ -192,7 +192,7 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_that_average_inside_the_optimizer_agree_before_they_skip(tmp_path: Path) -> None:
+def test_ranks_that_average_in_the_optimizer_agree_before_they_skip(tmp_path: Path) -> None:
     first, second = run_ranks(tmp_path, REDUCE_IN_STEP)
 
     assert first.out.startswith("weights")
@@ -240,7 +240,7 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_with_shards_skip_together_to_the_bit_and_name_the_line(tmp_path: Path) -> None:
+def test_sharded_ranks_skip_together_bit_for_bit_and_name_the_line(tmp_path: Path) -> None:
     for done in run_ranks(tmp_path, SHARDED):
         assert done.out == "equal: True\n", done.err
         assert "NOT guarded" not in done.err
@@ -260,19 +260,19 @@ agreement.PATIENCE = datetime.timedelta(seconds=2)
 """
 
 
-def test_a_rank_without_guard_is_reported_and_no_other_skips_alone(tmp_path: Path) -> None:
+def test_an_unguarded_rank_is_reported_and_no_other_skips_alone(tmp_path: Path) -> None:
     first, second = run_ranks(tmp_path, UNGUARDED_RANK + REDUCE_IN_STEP, {}, {"STEADYGRAD": "off"})
 
     assert "rank 0: not all of the 2 ranks are guarded" in first.err
     assert skipped_steps(tmp_path / "run") == []
-    assert first.out == second.out  # both took the bad step: they did not part
+    assert first.out == second.out  # both took the bad step, so they stayed equal
     assert "nan" in first.out
 
 
 AVERAGES_ALL = "                p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n"
 
 
-def test_a_rank_without_gradients_leaves_no_other_waiting(tmp_path: Path) -> None:
+def test_no_rank_waits_for_one_without_gradients(tmp_path: Path) -> None:
     text = REDUCE_IN_STEP.replace("                dist.all_reduce", AVERAGES_ALL + "                dist.all_reduce")
     text = text.replace("    (model(x)", "    if step != 1 or rank == 0: (model(x)")
     first, second = run_ranks(tmp_path, UNGUARDED_RANK + text)
@@ -297,7 +297,7 @@ if len(sys.argv) > 1:
 """
 
 
-def test_a_python_process_with_an_environment_of_its_own_is_reported_at_the_end(tmp_path: Path) -> None:
+def test_a_child_process_with_a_replaced_environment_is_reported_at_the_end(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(STARTS_OTHERS)
 

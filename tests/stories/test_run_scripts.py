@@ -1,4 +1,4 @@
-"""`steadygrad run`: scripts as their frameworks' docs teach them, unedited, healthy and with a NaN on the way."""
+"""`steadygrad run`: scripts from the frameworks' docs, unedited, healthy and with a NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Story:
-    """A script, how to spoil it, and the steps that must then be left out, by the folder of the record."""
+    """A script, how to poison it, and the steps that must then be skipped, by record folder."""
 
     script: str
     poison: tuple[str, ...]
@@ -59,7 +59,7 @@ def all_finite(values: list[Any]) -> bool:
 
 
 def assert_same_bits(mine: list[Any], theirs: list[Any]) -> None:
-    """Equal, a NaN being equal to a NaN."""
+    """Assert equality; NaN equals NaN."""
     assert len(mine) == len(theirs) > 0
     for one, other in zip(mine, theirs):
         if isinstance(one, torch.Tensor):
@@ -77,7 +77,7 @@ def skipped_steps(folder: Path) -> list[int]:
 
 
 @stories
-def test_a_healthy_script_ends_with_the_very_same_bits(story: Story, tmp_path: Path) -> None:
+def test_a_healthy_script_ends_with_identical_bits(story: Story, tmp_path: Path) -> None:
     plain = run_plainly(tmp_path / "plain", story.script, "--out", "w.pt", *story.arguments)
     guarded = run_guarded(tmp_path / "guarded", story.script, "--out", "w.pt", *story.arguments)
 
@@ -90,14 +90,14 @@ def test_a_healthy_script_ends_with_the_very_same_bits(story: Story, tmp_path: P
 
 
 def name_apart(done: Done) -> list[str]:
-    """Standard output without the lines in which a framework prints seconds, or the time of day as DeepSpeed does."""
+    """Return standard output without lines that contain seconds, or the time of day as DeepSpeed prints."""
     timed = re.compile(r"runtime|^\[\d{4}-\d\d-\d\d ")
     return [line for line in done.out.splitlines() if not timed.search(line)]
 
 
 @pytest.fixture(scope="module")
 def run_dying(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Story], tuple[Path, Done]]:
-    """The spoiled script alone, once."""
+    """Run the poisoned script alone, once."""
 
     @functools.cache
     def run(place: str) -> tuple[Path, Done]:
@@ -108,7 +108,7 @@ def run_dying(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Story], tup
 
 
 @stories
-def test_a_nan_that_kills_the_script_is_left_out_and_told(story: Story, run_dying: Any, tmp_path: Path) -> None:
+def test_a_nan_that_kills_the_script_is_skipped_and_reported(story: Story, run_dying: Any, tmp_path: Path) -> None:
     folder, plain = run_dying(story)
     arguments = ("--out", "w.pt", *story.arguments, *story.poison)
     guarded = run_guarded(tmp_path / "guarded", story.script, *arguments)
@@ -128,7 +128,7 @@ def test_a_nan_that_kills_the_script_is_left_out_and_told(story: Story, run_dyin
 
 
 @stories
-def test_observing_changes_no_bit_of_a_script_that_dies(story: Story, run_dying: Any, tmp_path: Path) -> None:
+def test_observing_changes_no_bit_of_a_dying_script(story: Story, run_dying: Any, tmp_path: Path) -> None:
     folder, plain = run_dying(story)
     arguments = ("--out", "w.pt", *story.arguments, *story.poison)
     observed = run_guarded(tmp_path / "observed", story.script, *arguments, options=["--observe"])
@@ -141,7 +141,7 @@ def test_observing_changes_no_bit_of_a_script_that_dies(story: Story, run_dying:
 # --- exactly ------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_left_out_leaves_no_trace_in_weights_and_momentum(tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_no_trace_in_weights_and_momentum(tmp_path: Path) -> None:
     run_guarded(tmp_path, "compiled.py", "--out", "w.pt", "--poison", "3")
 
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_weights_and_momentum(tmp_pat
 
 
 @pytest.mark.parametrize("fused", [(), ("--fused",)], ids=["unfused", "fused"])
-def test_the_overflow_of_a_loss_scale_stays_the_scalers_own_affair(fused: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_overflow_of_a_loss_scale_is_left_to_the_scaler(fused: tuple[str, ...], tmp_path: Path) -> None:
     arguments = ("--out", "w.pt", "--overflow", "5", *fused)
     run_plainly(tmp_path / "plain", "amp_scaler.py", *arguments)
     done = run_guarded(tmp_path / "guarded", "amp_scaler.py", *arguments)
@@ -173,10 +173,10 @@ def test_the_overflow_of_a_loss_scale_stays_the_scalers_own_affair(fused: tuple[
     assert [r["loss_scale"] for r in record[:6]] == [1024, 1024, 1024, 1024, 2048, 2048]
     assert record[6]["loss_scale"] == 1024
     incidents = read(tmp_path / "guarded" / "run" / "incidents.jsonl")
-    assert {i["finding"]["severity"] for i in incidents} <= {"info"}  # a search, not a defect
+    assert {i["finding"]["severity"] for i in incidents} <= {"info"}  # a search, not a bug
 
 
-def test_gradients_are_told_as_they_were_before_the_script_clipped_them(tmp_path: Path) -> None:
+def test_gradients_are_reported_as_before_the_scripts_clipping(tmp_path: Path) -> None:
     run_guarded(tmp_path / "free", "plain_loop.py", "--out", "w.pt", "--epochs", "1")
     run_plainly(tmp_path / "plain", "plain_loop.py", "--out", "w.pt", "--epochs", "1", "--clip", "0.05")
     run_guarded(tmp_path / "clipped", "plain_loop.py", "--out", "w.pt", "--epochs", "1", "--clip", "0.05")
@@ -196,7 +196,7 @@ def test_the_diagnosis_names_the_sample(tmp_path: Path) -> None:
     assert (cause["phase"], cause["samples"]) == ("input", [2])
 
 
-def test_what_the_script_saves_knows_nothing_of_us(tmp_path: Path) -> None:
+def test_files_saved_by_the_script_contain_nothing_of_ours(tmp_path: Path) -> None:
     run_plainly(tmp_path / "plain", "plain_loop.py", "--out", "w.pt", "--epochs", "1")
     run_guarded(tmp_path / "guarded", "plain_loop.py", "--out", "w.pt", "--epochs", "1")
 
@@ -206,20 +206,20 @@ def test_what_the_script_saves_knows_nothing_of_us(tmp_path: Path) -> None:
     assert len(guarded) == len(plain)
 
 
-def test_odd_corners_work_and_are_guarded(tmp_path: Path) -> None:
+def test_unusual_scripts_work_and_are_guarded(tmp_path: Path) -> None:
     done = run_guarded(tmp_path, "corners.py", "--out", "w.pt")
 
     assert done.code == 0, done.err
     assert "failed" not in done.err
     assert all_finite(load(tmp_path))
-    told = [line.partition(";")[0] for line in done.err.splitlines() if "; steadygrad report" in line]
+    printed = [line.partition(";")[0] for line in done.err.splitlines() if "; steadygrad report" in line]
     assert {
         "steadygrad: SAM: 4 steps, 1 skipped, 1 incident",
         "steadygrad: RMSprop: 3 steps, 1 skipped, 1 incident",
-    } <= set(told)
+    } <= set(printed)
 
 
-def test_trainings_in_several_threads_keep_apart(tmp_path: Path) -> None:
+def test_trainings_in_several_threads_stay_separate(tmp_path: Path) -> None:
     plain = run_plainly(tmp_path / "plain", "threads.py", "--out", "w.pt")
     healthy = run_guarded(tmp_path / "healthy", "threads.py", "--out", "w.pt")
     bad = run_guarded(tmp_path / "bad", "threads.py", "--out", "w.pt", "--poison")
@@ -234,7 +234,7 @@ def test_trainings_in_several_threads_keep_apart(tmp_path: Path) -> None:
         assert [one["step"] for one in found if one["kind"].startswith("nonfinite")] == skipped_steps(record)
 
 
-def test_a_script_with_a_guard_of_its_own_is_left_to_it(tmp_path: Path) -> None:
+def test_a_script_with_its_own_guard_is_not_guarded_again(tmp_path: Path) -> None:
     done = run_guarded(tmp_path, "own_guard.py", "--out", "w.pt", "--poison", "3")
 
     assert done.code == 0, done.err
@@ -247,7 +247,7 @@ def test_a_script_with_a_guard_of_its_own_is_left_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_the_workers_of_a_loader_are_left_alone(method: str, tmp_path: Path) -> None:
+def test_the_workers_of_a_loader_are_not_guarded(method: str, tmp_path: Path) -> None:
     arguments = ("--out", "w.pt", "--poison", "10", "--workers", "1", "--start", method, "--epochs", "1")
     done = run_guarded(tmp_path, "plain_loop.py", *arguments)
 
@@ -280,7 +280,7 @@ step(1.0)
 """
 
 
-def test_a_forked_process_is_guarded_on_its_own(tmp_path: Path) -> None:
+def test_a_forked_process_is_guarded_separately(tmp_path: Path) -> None:
     done = run_guarded(tmp_path, write(tmp_path / "forking.py", FORKING))
 
     assert done.code == 0, done.err
@@ -310,14 +310,14 @@ raise SystemExit(os.waitpid(child, 0)[1])
 """
 
 
-def test_a_process_that_was_forked_while_a_lock_was_held_trains_on_guarded(tmp_path: Path) -> None:
+def test_a_process_forked_while_a_lock_was_held_trains_on_guarded(tmp_path: Path) -> None:
     done = run_guarded(tmp_path, write(tmp_path / "forking.py", FORKS_WITH_THE_LOCK))
 
     assert done.code == 0, done.err
     assert skipped_steps(tmp_path / "run" / "process-1") == [1]
 
 
-def test_ranks_that_torchrun_starts_leave_out_the_same_step(tmp_path: Path) -> None:
+def test_ranks_started_by_torchrun_skip_the_same_step(tmp_path: Path) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -336,7 +336,7 @@ def test_ranks_that_torchrun_starts_leave_out_the_same_step(tmp_path: Path) -> N
     assert "steadygrad: rank 1: step 3: the loss is NaN" in done.stderr
 
 
-def test_ranks_that_the_script_spawns_are_guarded_too(tmp_path: Path) -> None:
+def test_ranks_spawned_by_the_script_are_guarded_too(tmp_path: Path) -> None:
     meeting = str(tmp_path / "meeting")
     done = run_guarded(tmp_path, "ddp.py", "--out", "w.pt", "--poison", "3", "--spawn", meeting)
 
@@ -348,7 +348,7 @@ def test_ranks_that_the_script_spawns_are_guarded_too(tmp_path: Path) -> None:
 
 
 def start_ranks(folder: Path, command: list[str] | None, port: int) -> list[Done]:
-    """Two ranks with the environment that torchrun gives them."""
+    """Run two ranks with torchrun's environment variables."""
     folder.mkdir()
     ranks = []
     for rank in range(2):
@@ -359,7 +359,7 @@ def start_ranks(folder: Path, command: list[str] | None, port: int) -> list[Done
     return [running.wait() for running in ranks]
 
 
-# --- the script's own ---------------------------------------------------------------------------------------------
+# --- the script's behaviour ---------------------------------------------------------------------------------------
 
 CURIOUS = """
 import os, sys
@@ -382,7 +382,7 @@ def run_python(*arguments: str, folder: Path, **environment: str) -> subprocess.
 def run_both(
     folder: Path, *arguments: str
 ) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
-    """By Python alone, and by us."""
+    """Run by Python alone, and by us."""
     command = ["-m", "steadygrad", "run", "--run-dir", "run"]
     return run_python(*arguments, folder=folder), run_python(*command, *arguments, folder=folder)
 
@@ -393,7 +393,7 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_script_sees_what_it_would_see_alone(tmp_path: Path) -> None:
+def test_the_script_sees_the_same_as_without_us(tmp_path: Path) -> None:
     write(tmp_path / "inner" / "curious.py", CURIOUS)
     write(tmp_path / "package" / "__init__.py", "")
     write(tmp_path / "package" / "curious.py", CURIOUS)
@@ -411,28 +411,28 @@ def test_the_script_sees_what_it_would_see_alone(tmp_path: Path) -> None:
     ("ending", "code"),
     [
         ("import sys; sys.exit(7)", 7),
-        ("raise SystemExit('told and gone')", 1),
+        ("raise SystemExit('printed and gone')", 1),
         ("def f():\n    raise ValueError('a bug of mine')\nf()", 1),
         ("import os; os._exit(3)", 3),
         ("this is no python", 1),
         ("raise KeyboardInterrupt", -signal.SIGINT),
     ],
 )
-def test_exit_code_and_traceback_are_the_scripts_own(ending: str, code: int, tmp_path: Path) -> None:
+def test_exit_code_and_traceback_are_those_of_the_script(ending: str, code: int, tmp_path: Path) -> None:
     script = write(tmp_path / "ends.py", f"print('before', flush=True)\n{ending}\n")
     plain, ours = run_both(tmp_path, script)
     assert plain.returncode == ours.returncode == code
     assert (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
 
 
-def test_a_script_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_script_is_reported(tmp_path: Path) -> None:
     done = run_python("-m", "steadygrad", "run", "nowhere.py", folder=tmp_path)
     assert done.returncode == 2
     assert "there is no script nowhere.py" in done.stderr
 
 
 @pytest.mark.parametrize("wrong", [["empty"], ["-m", "no_such_module"], ["-m", "torch.no_such_module"]], ids=" ".join)
-def test_what_cannot_be_run_is_said_without_a_traceback(wrong: list[str], tmp_path: Path) -> None:
+def test_an_unrunnable_file_is_reported_without_a_traceback(wrong: list[str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = start_command(tmp_path, ["run", *wrong]).wait()
     assert done.code == 2
@@ -440,14 +440,14 @@ def test_what_cannot_be_run_is_said_without_a_traceback(wrong: list[str], tmp_pa
     assert "Traceback" not in done.err
 
 
-def test_a_script_that_makes_no_optimizer_is_told_that_nothing_was_guarded(tmp_path: Path) -> None:
+def test_a_script_without_an_optimizer_is_reported_as_unguarded(tmp_path: Path) -> None:
     script = write(tmp_path / "idle.py", "import torch\nprint(torch.ones(2).sum().item())\n")
     done = run_python("-m", "steadygrad", "run", script, folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "2.0\n")
     assert done.stderr == "steadygrad: NOTHING WAS GUARDED: the script created no torch.optim.Optimizer\n"
 
 
-def test_switched_off_the_script_runs_alone_and_by_itself_a_folder_is_named(tmp_path: Path) -> None:
+def test_disabled_the_script_runs_alone_and_a_default_folder_is_named(tmp_path: Path) -> None:
     off = start(tmp_path, ["run"], "lbfgs.py", ("--out", "w.pt"), {"STEADYGRAD": "off"}).wait()
     assert (off.code, "steadygrad: " in off.err) == (0, False)  # a warning may quote a path
     assert not (tmp_path / "runs").exists()
@@ -458,7 +458,7 @@ def test_switched_off_the_script_runs_alone_and_by_itself_a_folder_is_named(tmp_
     assert len(read(folder / "steps.jsonl")) == 5
 
 
-def test_a_folder_that_cannot_be_written_costs_the_record_and_not_the_guard(tmp_path: Path) -> None:
+def test_an_unwritable_folder_costs_the_record_but_not_the_guard(tmp_path: Path) -> None:
     write(tmp_path / "run" / "steps.jsonl" / "in the way", "")
     done = run_guarded(tmp_path, "compiled.py", "--out", "w.pt", "--poison", "3")
     assert done.code == 0

@@ -1,4 +1,4 @@
-"""`steadygrad run` reports the silent mistakes that a Guard reports: in the graph and in the gradients."""
+"""`steadygrad run` reports the silent mistakes that a Guard reports, in the graph and in the gradients."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ print("done")
 """
 
 
-def test_modes_of_the_script_are_left_in_order(tmp_path: Path) -> None:
+def test_modes_of_the_script_are_unchanged(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNUSUAL_MODES)
     done = run_guarded(tmp_path, str(tmp_path / "train.py"))
     assert (done.code, done.out) == (0, "done\n"), done.err

@@ -1,7 +1,7 @@
 """Random programs of steps, skips, rollbacks, saves, kills and edits: each equals a plain loop that does the same.
 
-`Plain` is that loop: a bad step is `continue` with the buffers put back, a rollback is an older copy of everything that
-was handed over, a kill is the copy of the last save. A tenth of a second of CPU time for each program; the long run is
+`Plain` is that loop: a bad step is `continue` with restored buffers, a rollback is an older copy of everything handed
+over, a kill is the copy of the last save. Each program takes a tenth of a second of CPU time; the long run is
 
     for seed in $(seq 10); do STEADYGRAD_TEST_PROGRAMS=1000 pytest --hypothesis-seed=$seed <this file>; done
 """
@@ -32,18 +32,18 @@ from steadygrad.facts import Action, Verdict
 
 PROGRAMS = int(os.environ.get("STEADYGRAD_TEST_PROGRAMS", "20"))
 FOLDERS = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Where the run folders are: in memory where there is such a place, because no program here loses its power."""
+"""Where the run folders are: in memory if possible, because no program here loses power."""
 NAN = float("nan")
 CONFIG = GuardConfig(
     clip=None,
-    policy=Policy.observe(),  # nothing happens that the program did not ask for
+    policy=Policy.observe(),  # only the program's own actions happen
     snapshots=SnapshotConfig(every=2, good_after=1, keep=3),
     diagnose=DiagnoseConfig(enabled=False),
 )
 
 
 class Averaging(torch.optim.SGD):
-    """State in an attribute, behind a `state_dict` of its own, and under a key that is no parameter."""
+    """State in an attribute, behind a custom `state_dict`, and under a key that is not a parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.05, momentum=0.9)
@@ -76,7 +76,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What a training is made of, and how its steps are written."""
+    """The components of a training, and the form of its steps."""
 
     optimizer: str
     schedule: str
@@ -97,7 +97,7 @@ kinds = st.builds(
 
 
 class Training:
-    """A model and everything that moves beside it."""
+    """A model and everything that changes with it."""
 
     def __init__(self, kind: Kind, *, unfrozen: bool = False) -> None:
         torch.manual_seed(0)
@@ -122,19 +122,19 @@ class Training:
         self.optimizer.add_param_group({"params": list(self.model[0].parameters()), "lr": 0.02})
 
     def loss(self, x: Tensor, factor: float) -> Tensor:
-        torch.manual_seed(int(x[0, 0].abs().nan_to_num() * 1000))  # dropout of this microbatch, whoever runs it
+        torch.manual_seed(int(x[0, 0].abs().nan_to_num() * 1000))  # dropout of this microbatch, whichever loop runs it
         return factor * (self.model(x) - x.sum(1, keepdim=True)).square().mean()
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def edit(self, amount: float) -> None:
-        """What `load_state_dict` of somebody else's weights does."""
+        """Load other weights, as `load_state_dict` does."""
         state = {k: v + amount if v.is_floating_point() else v for k, v in self.model.state_dict().items()}
         self.model.load_state_dict(state)
 
     def edit_moments(self, factor: float) -> None:
-        """What `load_state_dict` of an optimizer that was kept elsewhere does."""
+        """Load the state of another optimizer, as `load_state_dict` does."""
         state = copy.deepcopy(self.optimizer.state_dict())
         for entry in state["state"].values():
             for key in entry.keys() & {"momentum_buffer", "exp_avg"}:
@@ -142,7 +142,7 @@ class Training:
         self.optimizer.load_state_dict(state)
 
     def look(self) -> dict[str, Any]:
-        """Everything, copied."""
+        """Return a copy of everything."""
         things = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -169,7 +169,7 @@ class Plain(Training):
             for buffer, before in zip(self.model.buffers(), buffers):
                 buffer.data.copy_(before)
             if self.scaler is not None and self.kind.form == "backward":
-                self.scaler.step(self.optimizer)  # who sees gradients only takes it for an overflow
+                self.scaler.step(self.optimizer)  # a loop that sees only gradients takes it for an overflow
                 self.scaler.update()
         else:
             self._apply()
@@ -194,12 +194,12 @@ class Plain(Training):
             self.ema.update_parameters(self.model)
 
     def refuse(self, batches: list[Tensor]) -> None:
-        """A step of the window after a rollback."""
+        """Omit a step of the window after a rollback."""
         if self.kind.schedule == "own":
             self.scheduler.step()
 
     def go_back(self, then: dict[str, Any]) -> None:
-        """What was handed over as it was; groups, and the rates of the program's own scheduler, as they are."""
+        """Restore what was handed over; keep groups, and the rates of the program's scheduler."""
         then = copy.deepcopy(then)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.model.load_state_dict(then["model"])
@@ -250,7 +250,7 @@ class Guarded(Training):
 
 
 class Programs(RuleBasedStateMachine):
-    """Does the same to both, and compares them after everything."""
+    """Applies the same actions to both, and compares them after each one."""
 
     @initialize(kind=kinds)
     def start(self, kind: Kind) -> None:
@@ -258,7 +258,7 @@ class Programs(RuleBasedStateMachine):
         self.kind, self.folder = kind, Path(tempfile.mkdtemp(dir=FOLDERS))
         self.plain, self.guarded = Plain(kind), Guarded(kind, self.folder)
         self.history: dict[int, dict[str, Any]] = {}
-        """The plain loop after each step of the guard, which is when a snapshot is taken."""
+        """Record the plain loop after each step of the guard, which is when a snapshot is taken."""
         self.saved: tuple[Path, dict[str, Any], float, bool] | None = None
         self.num_drawn = 0
 
@@ -273,7 +273,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(num=st.integers(1, 3), bad=st.sampled_from([None, None, None, 0, 1]), interrupted=st.booleans())
     def step(self, num: int, bad: int | None, interrupted: bool) -> None:
-        """One step of some microbatches, of which one may be bad; the process may end between the first two."""
+        """Take one step of some microbatches, one of which may be bad; the process may die between the first two."""
         if self.guard.num_steps == 0:
             self.history[0] = self.plain.look()
         batches = self.draw(num)
@@ -287,7 +287,7 @@ class Programs(RuleBasedStateMachine):
             self.guarded.microbatch(x, factor)
             if i == 0 and num > 1 and interrupted and not refused and bad != 0:
                 self._reopen(self._save(), unfrozen=self.guarded.unfrozen)
-                self.saved = None  # it was perhaps of the same step, and is this one now
+                self.saved = None  # it may belong to the same step, and is this one now
         self.guarded.finish()
         self.history[self.guard.num_steps] = self.plain.look()
         self.compare()
@@ -306,12 +306,12 @@ class Programs(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule()
     def kill(self) -> None:
-        """The process ends without a word, and another one goes on from the last save."""
+        """Kill the process, and continue in another one from the last save."""
         assert self.saved is not None
         path, state, factor, unfrozen = self.saved
-        left = Path(tempfile.mkdtemp(dir=FOLDERS))  # the files as they are now, which is what SIGKILL leaves
+        left = Path(tempfile.mkdtemp(dir=FOLDERS))  # the current files, which SIGKILL leaves
         shutil.copytree(self.folder, left, dirs_exist_ok=True)
-        (left / "run.lock").unlink(missing_ok=True)  # of a process that is dead
+        (left / "run.lock").unlink(missing_ok=True)  # from a dead process
         self.guard.close()
         shutil.rmtree(self.folder)
         path, self.folder = left / path.relative_to(self.folder), left
@@ -334,7 +334,7 @@ class Programs(RuleBasedStateMachine):
     def roll_back(self) -> None:
         actor = self.guard._requests.actor
         self.guard.flush()
-        verdict = Verdict(action=Action.ROLLBACK, reason="made up")
+        verdict = Verdict(action=Action.ROLLBACK, reason="for the test")
         outcome = actor.carry_out(verdict, None, step=self.guard.num_steps - 1)
         assert outcome.action is Action.ROLLBACK
         self.guard._rollback.follow()
@@ -370,8 +370,8 @@ class Programs(RuleBasedStateMachine):
 
     @rule(is_clean=st.booleans())
     def fork(self, is_clean: bool) -> None:
-        """A copy of the process that ends: without cleaning up, as a DataLoader's worker does, or with it."""
-        child = os.fork()  # which writes out what is held back, so that there is one of it
+        """Fork the process and exit the copy: without cleaning up, like a DataLoader's worker, or with it."""
+        child = os.fork()  # which writes buffered lines, so that one exists
         if child == 0:
             has_written = True
             try:
@@ -400,7 +400,7 @@ class Programs(RuleBasedStateMachine):
 
 
 def assert_equal(left: Any, right: Any, path: str = "") -> None:
-    """The same structure with the same values, bit for bit."""
+    """Assert the same structure with the same values, bit for bit."""
     if isinstance(left, Tensor):
         assert torch.equal(left, right), f"{path} differs: {left} and {right}"
     elif isinstance(left, dict):
@@ -419,7 +419,7 @@ Programs.TestCase.settings = settings(
     max_examples=PROGRAMS,
     stateful_step_count=14,
     deadline=None,
-    derandomize=PROGRAMS <= 100,  # the short run is the same every time
+    derandomize=PROGRAMS <= 100,  # the short run is always the same
     suppress_health_check=list(HealthCheck),
     database=None,
 )

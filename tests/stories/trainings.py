@@ -1,7 +1,7 @@
-"""Three small real trainings, the two loops that run them (plain and guarded), and what can happen to them.
+"""Three small real trainings, the two loops that run them (plain and guarded), and faults for them.
 
-Each has data with noise that no model can learn, so its clean final loss has a floor, far below what guessing gives:
-"within 5 % of the clean run" then means that a run was saved, not that its noise was lucky.
+Each has data with noise that no model can learn, so its clean final loss has a lower bound, far below guessing: "within
+5 % of the clean run" then means that a run was saved, not that its noise was lucky.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from steadygrad.errors import TrainingHalted
 from steadygrad.testing import corrupt_weight, jump_lr, poison_batches, scale_batches
 
 Batch = tuple[Tensor, Tensor]
-Meddle = Callable[[nn.Module, torch.optim.Optimizer], Callable[[int], None]]
-"""Made for a run, then called before each batch with its number: the place where somebody meddles with it."""
+MakeFault = Callable[[nn.Module, torch.optim.Optimizer], Callable[[int], None]]
+"""Created for a run, then called before each batch with its number: the place for faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A model, its data, and what its loss should come to."""
+    """A model, its data, and the loss that it should reach."""
 
     name: str
     make_model: Callable[[], nn.Module]
@@ -40,7 +40,7 @@ class Training:
     guessing: float
     """Loss of the best constant prediction."""
     seed: int = 0
-    """Of the initial weights and of dropout; above 0 the batches come in an order of their own as well."""
+    """Seed of the initial weights and of dropout; above 0 it also shuffles the batches."""
     make_scheduler: Callable[[torch.optim.Optimizer], Any] = lambda _: None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -49,7 +49,7 @@ class Training:
         return F.cross_entropy(output.reshape(-1, output.shape[-1]), batch[1].reshape(-1))
 
     def order(self) -> list[Batch]:
-        """The batches as this seed trains on them."""
+        """Return the batches in this seed's order."""
         if not self.seed:
             return list(self.batches)
         places = torch.randperm(len(self.batches), generator=torch.Generator().manual_seed(self.seed))
@@ -57,7 +57,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float:
-        """Loss on data that was not trained on."""
+        """Return the loss on held-out data."""
         was_training = model.training
         model.eval()
         losses = [float(self.loss(model, batch)) for batch in self.held_out]
@@ -86,12 +86,12 @@ def train_plain(
     training: Training,
     *,
     batches: Iterable[Batch] | None = None,
-    meddle: Meddle | None = None,
+    make_fault: MakeFault | None = None,
     clip: Callable[[nn.Module], Any] | None = None,
 ) -> Run:
-    """The loop that everybody writes; `clip` gets the model between backward and step."""
+    """Train with the usual loop; `clip` gets the model between backward and step."""
     model, optimizer, scheduler = _begin(training)
-    before_batch = _leave_alone if meddle is None else meddle(model, optimizer)
+    before_batch = _do_nothing if make_fault is None else make_fault(model, optimizer)
     for number, batch in enumerate(training.order() if batches is None else batches):
         before_batch(number)
         training.loss(model, batch).backward()
@@ -109,14 +109,14 @@ def train_guarded(
     config: GuardConfig | None = None,
     *,
     batches: Iterable[Batch] | None = None,
-    meddle: Meddle | None = None,
+    make_fault: MakeFault | None = None,
     run_dir: Path | None = None,
 ) -> Run:
-    """The same loop on a Guard."""
+    """Train with the same loop on a Guard."""
     model, optimizer, scheduler = _begin(training)
     guard = Guard(model, optimizer, config=config, scheduler=scheduler, run_dir=run_dir)
     fn, halted = functools.partial(training.loss, model), None
-    before_batch = _leave_alone if meddle is None else meddle(model, optimizer)
+    before_batch = _do_nothing if make_fault is None else make_fault(model, optimizer)
     source = _count(training.order() if batches is None else batches, before_batch)
     try:
         for batch in guard.batches(source):
@@ -134,8 +134,8 @@ def _begin(training: Training) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, training.make_scheduler(optimizer)
 
 
-def _leave_alone(number: int) -> None:
-    """Nobody meddles."""
+def _do_nothing(number: int) -> None:
+    """Change nothing."""
 
 
 def _count(batches: Iterable[Batch], before_batch: Callable[[int], None]) -> Iterator[Batch]:
@@ -152,7 +152,7 @@ CONTEXT = 24
 
 
 def write_text(num_sentences: int, seed: int) -> str:
-    """Sentences of a tiny grammar. Which word is said is chance; how it is spelled and what comes next is not."""
+    """Write sentences of a tiny grammar. The words are random; their spelling and what may follow is not."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(words: Sequence[str]) -> str:
@@ -204,7 +204,7 @@ class Transformer(nn.Module):
 
 @functools.cache
 def train_language(num_steps: int = 400, **changes: Any) -> Training:
-    """A transformer on letters; AdamW. Guessing letters by frequency costs 2.5 nats, knowing the grammar 0.25."""
+    """Train a transformer on letters; AdamW. Guessing by letter frequency costs 2.5 nats, knowing the grammar 0.25."""
     frequencies = encode(write_text(400, 1)).bincount().double()
     frequencies = frequencies / frequencies.sum()
     training = Training(
@@ -218,7 +218,7 @@ def train_language(num_steps: int = 400, **changes: Any) -> Training:
     return dataclasses.replace(training, **changes)
 
 
-# --- a CNN that tells stripes apart ----------------------------------------------------------------------------------
+# --- a CNN that classifies stripes -----------------------------------------------------------------------------------
 
 NUM_CLASSES = 4
 SIDE = 12
@@ -239,7 +239,7 @@ def make_images(count: int, seed: int) -> Batch:
 
 
 def make_image_batches(num_epochs: int, seed: int, *, num_images: int = 1280, size: int = 32) -> list[Batch]:
-    """Epochs over the same images, each in an order of its own."""
+    """Return epochs over the same images, each in a new order."""
     images, labels = make_images(num_images, seed)
     return [
         (images[chosen], labels[chosen])
@@ -249,7 +249,7 @@ def make_image_batches(num_epochs: int, seed: int, *, num_images: int = 1280, si
 
 
 class Half(nn.Module):
-    """Activations through half precision, as autocast does: above 65504 they are Inf."""
+    """Rounds activations to half precision, like autocast: above 65504 they are Inf."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.half().float()
@@ -273,7 +273,7 @@ def make_cnn(*, dropout: float = 0.0, half: bool = False) -> nn.Module:
 
 @functools.cache
 def train_images(num_epochs: int = 6, **changes: Any) -> Training:
-    """A CNN on stripes; SGD with momentum. Guessing costs log(4); the wrong labels alone about 0.35."""
+    """Train a CNN on stripes; SGD with momentum. Guessing costs log(4); the wrong labels alone about 0.35."""
     training = Training(
         name="cnn",
         make_model=make_cnn,
@@ -292,7 +292,7 @@ SYMBOLS = 4
 
 
 def make_memories(count: int, seed: int, *, size: int = 32, length: int = LENGTH) -> list[Batch]:
-    """The first symbol of each sequence is asked for at its end, after noise; one answer in ten is wrong."""
+    """Ask for the first symbol of each sequence at its end, after noise; one answer in ten is wrong."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(count):
@@ -321,7 +321,7 @@ class Recurrent(nn.Module):
 
 @functools.cache
 def train_memory(num_steps: int = 600, **changes: Any) -> Training:
-    """A recurrent network over 30 steps; Adam. Guessing costs log(4); the wrong answers alone about 0.35."""
+    """Train a recurrent network over 30 steps; Adam. Guessing costs log(4); the wrong answers alone about 0.35."""
     training = Training(
         name="rnn",
         make_model=Recurrent,
@@ -338,45 +338,45 @@ def train_memory(num_steps: int = 600, **changes: Any) -> Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """A training, what happens to it, and what should be said and done about that."""
+    """A training, its fault, and the expected findings and actions."""
 
     name: str
     clean: Training = field(repr=False)
     changes: dict[str, Any] = field(default_factory=dict)
-    """Fields of the training, where the fault lies in how it was set up."""
+    """Fields of the training, if the fault is in its setup."""
     spoil: Callable[[Sequence[Batch]], Iterable[Batch]] = lambda batches: batches
-    meddle: Meddle | None = None
+    make_fault: MakeFault | None = None
     finds: frozenset[str]
-    """Kinds of finding that the ledger must have."""
+    """Kinds of finding that must be in the ledger."""
     does: frozenset[Action]
-    """Everything that is done beyond clipping."""
+    """All expected actions beyond clipping."""
     policy: Policy = field(default_factory=Policy)
-    """What it takes to end well; not the default one where that does not save the run."""
+    """Policy that saves the run: the default one where that is enough."""
 
     @property
     def faulty(self) -> Training:
-        """The training with its fault."""
+        """Return the training with its fault."""
         return dataclasses.replace(self.clean, **self.changes)
 
     def with_seed(self, seed: int) -> Story:
-        """The same story, begun elsewhere."""
+        """Return the same story with another seed."""
         return dataclasses.replace(self, clean=dataclasses.replace(self.clean, seed=seed))
 
     def train_plain(self, clip: Callable[[nn.Module], Any] | None = None) -> Run:
-        """What becomes of it in a plain loop."""
-        return train_plain(self.faulty, batches=self.spoil(self.clean.order()), meddle=self.meddle, clip=clip)
+        """Run it in a plain loop."""
+        return train_plain(self.faulty, batches=self.spoil(self.clean.order()), make_fault=self.make_fault, clip=clip)
 
     def train_guarded(
         self, *, clip: ClipStrategy | None, policy: Policy | None = None, run_dir: Path | None = None
     ) -> Run:
-        """What becomes of it on a Guard; the story's own policy unless another is given."""
+        """Run it on a Guard, with the story's policy unless another is given."""
         config = GuardConfig(clip=clip, policy=self.policy if policy is None else policy)
         batches = self.spoil(self.clean.order())
-        return train_guarded(self.faulty, config, batches=batches, meddle=self.meddle, run_dir=run_dir)
+        return train_guarded(self.faulty, config, batches=batches, make_fault=self.make_fault, run_dir=run_dir)
 
 
 def poison_sample(batches: Sequence[Batch], number: int, value: float) -> list[Batch]:
-    """One image of the data set is `value`, in whatever batch it comes."""
+    """Set one image of the data set to `value`, in every batch that contains it."""
     image = batches[0][0][number].clone()
     poisoned = []
     for images, labels in batches:
@@ -386,22 +386,22 @@ def poison_sample(batches: Sequence[Batch], number: int, value: float) -> list[B
 
 
 def lengthen(batches: Sequence[Batch], *, at: int, length: int) -> list[Batch]:
-    """The sequences of one batch are far longer than all others."""
+    """Make the sequences of one batch far longer than all others."""
     (long,) = make_memories(1, seed=3, length=length)
     return [long if number == at else batch for number, batch in enumerate(batches)]
 
 
-def corrupt(name: str, *, at: int, value: float = math.nan) -> Meddle:
-    """One element of a weight is overwritten, once."""
+def corrupt(name: str, *, at: int, value: float = math.nan) -> MakeFault:
+    """Overwrite one element of a weight, once."""
 
-    def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    def make_fault(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
         return lambda number: corrupt_weight(model.get_parameter(name), value) if number == at else None
 
-    return meddle
+    return make_fault
 
 
-def jump(*, at: int, until: int, factor: float) -> Meddle:
-    """The learning rate is far too high for a while."""
+def jump(*, at: int, until: int, factor: float) -> MakeFault:
+    """Set the learning rate far too high for a while."""
     return lambda model, optimizer: jump_lr(optimizer, at=at, until=until, factor=factor)
 
 
@@ -411,7 +411,7 @@ SKIP, BACK = frozenset({Action.SKIP}), frozenset({Action.ROLLBACK})
 
 
 def make_stories() -> list[Story]:
-    """Everything that a guard should save a run from; each ends well whether gradients are clipped or not."""
+    """Return everything that a guard should save a run from; each ends well with and without clipping."""
     language, images, memory = train_language(), train_images(), train_memory()
     halved = train_images(make_model=functools.partial(make_cnn, half=True))
     wreck = "blocks.0.out.weight"
@@ -436,28 +436,28 @@ def make_stories() -> list[Story]:
         Story(
             name="learning rate jumps, SGD",
             clean=images,
-            meddle=jump(at=100, until=110, factor=1000.0),
+            make_fault=jump(at=100, until=110, factor=1000.0),
             finds=frozenset({"loss_spike", "loss_explosion"}),
             does=BACK,
         ),
         Story(
             name="learning rate jumps, AdamW",
             clean=language,
-            meddle=jump(at=200, until=210, factor=1000.0),
+            make_fault=jump(at=200, until=210, factor=1000.0),
             finds=frozenset({"loss_spike", "loss_explosion"}),
             does=BACK,
         ),
         Story(
             name="weight becomes NaN",
             clean=language,
-            meddle=corrupt(wreck, at=200),
+            make_fault=corrupt(wreck, at=200),
             finds=BAD_STEP | {"nonfinite_parameter"},
             does=BACK,
         ),
         Story(
             name="weight becomes 1e30",
             clean=language,
-            meddle=corrupt(wreck, at=200, value=1e30),
+            make_fault=corrupt(wreck, at=200, value=1e30),
             finds=BAD_STEP,
             does=BACK | SKIP | {Action.SCALE_LR},
         ),
@@ -480,7 +480,7 @@ def make_stories() -> list[Story]:
 
 
 def make_rate_stories() -> list[Story]:
-    """A learning rate 30 times too high from the first step on: a run that never had a good step to go by."""
+    """Return stories with a rate 30 times too high from the first step on: runs without any good step."""
     language, images, memory = train_language(), train_images(), train_memory()
     plain = train_language(make_optimizer=_make_sgd(0.3))
     finds = frozenset({"rate_too_high"})
@@ -501,7 +501,7 @@ def _make_sgd(rate: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Opt
 
 
 def make_far_too_high_story(factor: float = 1e4) -> Story:
-    """A learning rate so many times too high: it must be lowered more than once, each time within a few steps."""
+    """Return a story with a far too high rate: it must be lowered several times, each time within a few steps."""
     return Story(
         name=f"learning rate {factor:.0f}x",
         clean=train_language(make_optimizer=_make_sgd(0.3)),
@@ -512,11 +512,12 @@ def make_far_too_high_story(factor: float = 1e4) -> Story:
 
 
 def make_slow_story() -> Story:
-    """An RNN that begins with a recurrent weight of 1.3 where 1 is wanted: its first loss is 265, its norm thousands.
+    """Return a story of an RNN that starts with a recurrent weight of 1.3 instead of 1: its first loss is 265.
 
-    At a rate of 1e-3 the way back takes hundreds of steps, so it is given four times as many. Unclipped, the largest
-    gradients rule Adam's moments, of the first steps and later; a fixed threshold for every step is what saves it. No
-    short trial can show that: clipped, with fresh moments, it is behind for the next 160 steps and more.
+    Its norm is in the thousands. At a rate of 1e-3 recovery takes hundreds of steps, so it gets four times as many.
+    Unclipped, the largest gradients dominate Adam's moments, in the first steps and later; only a fixed threshold at
+    every step saves it. No short attempt can show that: clipped, with fresh moments, it is behind for the next 160
+    steps and more.
     """
     return Story(
         name="RNN starts unstable",

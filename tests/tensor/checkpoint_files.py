@@ -1,4 +1,4 @@
-"""Checkpoint files that tests share: one of every format with the same tensors, and a payload that leaves a mark."""
+"""Checkpoint files for several tests: one of every format with the same tensors, and a payload that leaves a mark."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_legacy(folder: Path, weights: dict[str, Tensor]) -> Path:
 
 
 def write_shards(folder: Path, weights: dict[str, Tensor]) -> Path:
-    """A Hugging Face folder: one shard a tensor, and their index."""
+    """A Hugging Face folder: one shard per tensor, and their index."""
     folder = folder / "hf"
     folder.mkdir()
     files = {name: f"model-{i}-of-{len(weights)}.safetensors" for i, name in enumerate(weights, 1)}
@@ -71,7 +71,7 @@ FORMATS: dict[str, Callable[[Path, dict[str, Tensor]], Path]] = {
 
 
 class Payload:
-    """Creates a file when it is unpickled by something that runs what it is told to."""
+    """Creates a file if it is unpickled by a loader that runs code."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

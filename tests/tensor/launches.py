@@ -1,4 +1,4 @@
-"""Counts what a program would launch on a device, on a machine that has none."""
+"""Counts what a program would launch on a device, on a machine without one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty")
 COMPOSITE = {"logsumexp": 9}
-"""Kernels of operations that are one for the dispatcher: amax, abs, eq, masked_fill, sub, exp, sum, log, add."""
+"""Kernels of operations that the dispatcher sees as one: amax, abs, eq, masked_fill, sub, exp, sum, log, add."""
 
 
 class CountLaunches(TorchDispatchMode):
     """Counts tensor operations that are neither views nor allocations, and Triton kernels run by the interpreter.
 
-    `names` says how often each came. cuBLAS may take two kernels for one product, which are not seen here.
+    `names` has the count of each. cuBLAS may use two kernels for one product, which this does not see.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class CountLaunches(TorchDispatchMode):
 
     def _launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
         self.names[executor.fn.__name__] += 1
-        self._inside = True  # tensors of the interpreter itself
+        self._inside = True  # tensors of the interpreter
         try:
             self._call(executor, *args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""What the tests of a Guard listen with: every Reading of a run, and its newest record."""
+"""Rules and settings that record every Reading of a Guard, and its newest record."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from steadygrad import DetectConfig, FixedNorm, Guard, GuardConfig, Reading, StepRecord
 
 QUIET = GuardConfig(clip=FixedNorm(max_norm=1e9))
-"""Measures, and clips nothing."""
+"""Measures and never clips."""
 
 
 class Tape:
-    """A rule of one's own that only listens: every Reading of the run."""
+    """A custom rule that only records every Reading of the run."""
 
     name = "tape"
 
@@ -31,7 +31,7 @@ class Tape:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
+        """Do nothing."""
 
 
 def listen(**settings: Any) -> tuple[Tape, GuardConfig]:

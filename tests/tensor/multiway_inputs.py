@@ -1,4 +1,4 @@
-"""Features, scales and tolerances that the tests of the multiway loss share."""
+"""Features, scales and tolerances for the tests of the multiway loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steadygrad.losses.multiway import align_gain, multiway_contrastive
 def make_features(
     num: int, size: int, dim: int, *, dtype: torch.dtype = torch.float64, device: str = "cpu", noise: float = 1.0
 ) -> list[Tensor]:
-    """Unit vectors that share a direction by sample, so that positives stand out and gradients are not tiny."""
+    """Unit vectors that share a direction by sample, so that positives are prominent and gradients are not tiny."""
     common = torch.randn(size, dim, dtype=torch.float64)
     rows = [common + noise * torch.randn(size, dim, dtype=torch.float64) for _ in range(num)]
     units = [torch.nn.functional.normalize(row, dim=1) for row in rows]
@@ -27,7 +27,7 @@ def make_scale(num: int, dim: int, *, dtype: torch.dtype = torch.float64, device
 
 
 def evaluate(features: list[Tensor], scale: Tensor, **options: Any) -> list[Tensor]:
-    """The loss, and its gradients by scale and features."""
+    """Return the loss, and its gradients by scale and features."""
     loss = multiway_contrastive(features, scale, **options)
     weights = torch.linspace(-1, 2, loss.numel(), dtype=loss.dtype, device=loss.device)  # negative ones too
     total = loss if loss.dim() == 0 else (loss * weights.view_as(loss)).sum()

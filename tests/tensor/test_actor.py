@@ -1,4 +1,4 @@
-"""What a verdict to roll back does to the learning rate: nothing, back with the weights, or down."""
+"""What a rollback does to the learning rate: keeps it, restores it with the weights, or lowers it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bench:
         self.rates.scale_lr(0.5)
 
     def roll_back(self, factor: float | None) -> Outcome:
-        verdict = Verdict(action=Action.ROLLBACK, reason="made up", factor=factor)
+        verdict = Verdict(action=Action.ROLLBACK, reason="for the test", factor=factor)
         return self.actor.carry_out(verdict, None, step=7)
 
     @property
@@ -39,7 +39,7 @@ class Bench:
 
 
 @pytest.mark.parametrize(("factor", "lr"), [(None, 0.4), (1.0, 0.8), (0.1, 0.04)])
-def test_a_rollback_keeps_the_lowered_rate_or_takes_it_back_or_lowers_it_more(factor: float | None, lr: float) -> None:
+def test_a_rollback_keeps_restores_or_lowers_the_rate(factor: float | None, lr: float) -> None:
     bench = Bench()
 
     outcome = bench.roll_back(factor)
@@ -49,7 +49,7 @@ def test_a_rollback_keeps_the_lowered_rate_or_takes_it_back_or_lowers_it_more(fa
     assert bench.lr == pytest.approx(lr)
 
 
-def test_what_it_did_to_the_rate_is_told() -> None:
+def test_the_outcome_says_what_happened_to_the_rate() -> None:
     outcome = Bench().roll_back(0.1)
 
     assert outcome.before == {"step": 8, "lr": 0.4}
@@ -57,7 +57,7 @@ def test_what_it_did_to_the_rate_is_told() -> None:
     assert "the learning rate is now 0.05 times its schedule" in outcome.message
 
 
-def test_without_a_snapshot_the_rate_is_lowered_all_the_same() -> None:
+def test_without_a_snapshot_the_rate_is_still_lowered() -> None:
     bench = Bench(enabled=False)
 
     outcome = bench.roll_back(0.1)
@@ -74,8 +74,10 @@ def test_without_a_snapshot_a_plain_rollback_changes_nothing() -> None:
     assert bench.lr == 0.4
 
 
-@pytest.mark.parametrize(("step", "told"), [(7, "the next batch is left out"), (99, "the next 5 batches are left out")])
-def test_how_much_data_is_left_out_is_told_as_a_person_counts(step: int, told: str) -> None:
+@pytest.mark.parametrize(
+    ("step", "expected"), [(7, "the next batch is left out"), (99, "the next 5 batches are left out")]
+)
+def test_the_number_of_omitted_batches_is_reported_in_plain_words(step: int, expected: str) -> None:
     bench = Bench()
-    verdict = Verdict(action=Action.ROLLBACK, reason="made up")
-    assert told in bench.actor.carry_out(verdict, None, step=step).message
+    verdict = Verdict(action=Action.ROLLBACK, reason="for the test")
+    assert expected in bench.actor.carry_out(verdict, None, step=step).message

@@ -1,4 +1,4 @@
-"""The quick lists are torch's own lists: the same objects, in the same order, in every case."""
+"""Our quickly made lists equal torch's: the same objects, in the same order, in every case."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gather(optimizer: Any) -> list[Any]:
 
 
 def lists_of(optimizer: Any) -> QuickLists:
-    """One for each optimizer, as a guard keeps it: what it remembers is part of what is tested."""
+    """One for each optimizer, as in a guard: its memory is part of the test."""
     if "quick" not in vars(optimizer):
         optimizer.quick = QuickLists(optimizer)
     return optimizer.quick
@@ -49,7 +49,7 @@ def test_the_lists_hold_the_same_objects_in_the_same_order(optimizer: Any) -> No
     assert len(gather(made)[1]) == 5
 
 
-def test_before_the_first_step_the_state_is_made_by_torch() -> None:
+def test_before_the_first_step_torch_creates_the_state() -> None:
     params, made = make()
 
     assert gather_quickly(made) == gather(made)
@@ -83,7 +83,7 @@ def test_amsgrad_keeps_its_maxima() -> None:
     assert len(gather(made)[5]) == 5
 
 
-def test_a_state_that_was_exchanged_is_seen_at_once() -> None:
+def test_a_replaced_state_is_noticed_at_once() -> None:
     params, made = make()
     made.step()
     gather_quickly(made)
@@ -101,7 +101,7 @@ def test_a_state_that_was_exchanged_is_seen_at_once() -> None:
     assert gather_quickly(made) == gather(made)
 
 
-def test_parameters_that_were_exchanged_are_seen_at_once() -> None:
+def test_replaced_parameters_are_noticed_at_once() -> None:
     params, made = make()
     made.step()
     gather_quickly(made)
@@ -129,9 +129,9 @@ def test_training_is_bit_identical_and_nothing_stays_on_the_optimizer() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_only_torchs_own_adam_in_a_known_form_is_helped() -> None:
+def test_only_torchs_adam_in_a_known_form_is_accelerated() -> None:
     class Mine(torch.optim.AdamW):
-        """Somebody's own."""
+        """A user's subclass."""
 
     known = make()[1]
     compiled = make()[1]

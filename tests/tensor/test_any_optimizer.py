@@ -1,7 +1,7 @@
-"""Optimizers as they are: every one of `pytorch-optimizer` is guarded, skipped, resumed and rolled back to the bit.
+"""Every optimizer of `pytorch-optimizer` is guarded, skipped, resumed and rolled back bit for bit.
 
-They keep what they remember in groups, in `state` under any key, in deques, in wrapped optimizers and behind a
-`state_dict` of their own. Those that cannot be here say why in `LEFT_OUT` and `NOT_RESUMED`.
+They keep state in groups, in `state` under any key, in deques, in wrapped optimizers and behind a custom `state_dict`.
+`LEFT_OUT` and `NOT_RESUMED` give the reason for each exception.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LEFT_OUT = {
     "spectralsphere": "takes matrices only",
 }
 NOT_RESUMED = {
-    "conda": "keeps an object of its own (GaLoreProjector) in its state, which has no plain form",
-    "scalableshampoo": "keeps an object of its own (PreConditioner) in its state, which has no plain form",
+    "conda": "keeps a GaLoreProjector in its state, which has no plain form",
+    "scalableshampoo": "keeps a PreConditioner in its state, which has no plain form",
 }
 QUIET = GuardConfig(
     clip=None,
@@ -108,7 +108,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
         self.optimizer = OPTIMIZERS[name](self.model)
         if hasattr(self.optimizer, "train"):
-            self.optimizer.train()  # schedule-free ones want to be told
+            self.optimizer.train()  # schedule-free ones need a call
         self.guard = None if config is None else Guard(self.model, self.optimizer, config=config, run_dir=run_dir)
         seed()
 
@@ -141,7 +141,7 @@ def train_plainly(name: str) -> Tensor:
 
 
 @every_optimizer
-def test_healthy_steps_and_skipped_ones_are_those_of_the_plain_loop(name: str) -> None:
+def test_healthy_and_skipped_steps_equal_those_of_the_plain_loop(name: str) -> None:
     wanted = train_plainly(name)
     for bad in ((), (0, 2)):
         guarded = Training(name, QUIET)
@@ -167,26 +167,26 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, tmp_path: Path) -
     seed()
     second.train(BATCHES[CUT:])
 
-    (told,) = [finding.message for finding in second.guard.findings if finding.kind == "resumed"]
+    (resumed,) = [finding.message for finding in second.guard.findings if finding.kind == "resumed"]
     if name in NOT_RESUMED:
-        assert "cannot be saved and starts over" in told
+        assert "cannot be saved and starts over" in resumed
     else:
-        assert "starts over" not in told
+        assert "starts over" not in resumed
         assert torch.equal(second.look(), train_plainly(name))
 
 
 @every_optimizer
-def test_a_rollback_brings_everything_back_that_the_optimizer_remembers(name: str) -> None:
+def test_a_rollback_restores_all_state_of_the_optimizer(name: str) -> None:
     rolled = Training(name, RING)
     assert rolled.guard is not None
     rolled.train(BATCHES[:CUT])
     rolled.guard._rollback.snapshots.take(CUT)
-    rolled.train(BATCHES[[7, 2, 9]])  # what is to be undone
+    rolled.train(BATCHES[[7, 2, 9]])  # the steps to undo
     rolled.guard.flush()
     rates = [group.get("lr") for group in rolled.optimizer.param_groups]
 
     actor = rolled.guard._requests.actor
-    outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=CUT + 2)
+    outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="for the test"), None, step=CUT + 2)
     assert (outcome.action, outcome.after["step"]) == (Action.ROLLBACK, CUT)
     assert "left as it is" not in outcome.message
     rolled.guard._rollback.follow()
@@ -195,5 +195,5 @@ def test_a_rollback_brings_everything_back_that_the_optimizer_remembers(name: st
     rolled.train(BATCHES[CUT:])
 
     assert torch.equal(rolled.look(), train_plainly(name))
-    if name != "asgd":  # it writes its rate itself
+    if name != "asgd":  # it sets its own rate
         assert [group.get("lr") for group in rolled.optimizer.param_groups] == rates

@@ -1,4 +1,4 @@
-"""After a bad step every buffer is what it was before the bad forward, whoever had changed it before."""
+"""After a bad step every buffer has its value from before the bad forward, whatever changed it before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Training:
     def __init__(self, model: nn.Module, form: str = "function", *, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
         self.model, self.form, self.dtype = model, form, dtype
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)  # 70,000 inputs at once would diverge
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)  # 70,000 inputs at once would make it diverge
         self.guard = Guard(model, self.optimizer, config=GuardConfig(clip=None))
 
     def step(self, *, bad: bool = False, size: int = 16) -> None:
@@ -68,7 +68,7 @@ def make_normed() -> nn.Sequential:
 
 
 class OwnNorm(nn.Module):
-    """Statistics that `F.batch_norm` writes without a version change."""
+    """Statistics that `F.batch_norm` writes without changing the version."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -118,7 +118,7 @@ def expand(module: Keeps, x: Tensor) -> None:
     module.kept = x.mean().detach().expand(4, 4)
 
 
-# --- what the user changes between steps -----------------------------------------------------------------------------
+# --- changes by the user between steps -------------------------------------------------------------------------------
 
 
 def load_other(model: nn.Module) -> None:
@@ -152,7 +152,7 @@ def overwrite(model: nn.Module) -> None:
 
 @every_form
 @pytest.mark.parametrize("change", [load_other, reset, update_statistics, validate, overwrite])
-def test_a_skip_goes_back_to_what_the_user_has_put_in(form: str, change: Callable[[nn.Module], None]) -> None:
+def test_a_skip_restores_the_values_set_by_the_user(form: str, change: Callable[[nn.Module], None]) -> None:
     training = Training(make_normed(), form)
     training.steps(3)
     change(training.model)
@@ -162,7 +162,7 @@ def test_a_skip_goes_back_to_what_the_user_has_put_in(form: str, change: Callabl
 
 
 @every_form
-def test_a_forward_without_gradients_that_is_part_of_the_step_is_undone_too(form: str) -> None:
+def test_a_forward_without_gradients_inside_the_step_is_undone_too(form: str) -> None:
     training = Training(make_normed(), form)
     training.steps(2)
     before = training.look()
@@ -183,12 +183,12 @@ def test_a_forward_without_gradients_that_is_part_of_the_step_is_undone_too(form
     assert all(torch.equal(before[name], value) for name, value in training.look().items())
 
 
-# --- buffers that come later, or are other ones ----------------------------------------------------------------------
+# --- later and replaced buffers --------------------------------------------------------------------------------------
 
 
 @every_form
 @pytest.mark.parametrize("steps_between", [0, 3])
-def test_a_module_that_came_later_is_kept(form: str, steps_between: int) -> None:
+def test_a_module_added_later_is_protected(form: str, steps_between: int) -> None:
     training = Training(nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 1)), form)
     training.steps(3)
     training.model[1] = nn.BatchNorm1d(8)  # type: ignore[operator]
@@ -198,7 +198,7 @@ def test_a_module_that_came_later_is_kept(form: str, steps_between: int) -> None
 
 @every_form
 @pytest.mark.parametrize("size", [8, 70_000], ids=["small", "large"])
-def test_statistics_that_first_move_in_a_bad_step_are_kept(form: str, size: int) -> None:
+def test_statistics_that_first_change_in_a_bad_step_are_protected(form: str, size: int) -> None:
     training = Training(nn.Sequential(nn.Linear(8, size), OwnNorm(size), nn.Linear(size, 1)), form)
     training.model[1].eval()  # type: ignore[index]
     training.step()
@@ -209,7 +209,7 @@ def test_statistics_that_first_move_in_a_bad_step_are_kept(form: str, size: int)
 
 
 @every_form
-def test_another_dtype_is_kept(form: str) -> None:
+def test_a_changed_dtype_is_protected(form: str) -> None:
     training = Training(make_normed(), form)
     training.steps(2)
     training.model.double()
@@ -230,7 +230,7 @@ def test_another_dtype_is_kept(form: str) -> None:
     ],
 )
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_what_a_forward_replaces_or_resizes_is_put_back(
+def test_replaced_and_resized_buffers_are_restored(
     form: str, kept: Tensor | None, change: Callable[[Keeps, Tensor], None], steps: int
 ) -> None:
     training = Training(Keeps(None if kept is None else kept.clone(), change), form)
@@ -238,7 +238,7 @@ def test_what_a_forward_replaces_or_resizes_is_put_back(
     training.assert_a_bad_step_leaves_no_trace()
 
 
-def test_a_buffer_registered_by_a_bad_forward_is_gone_again() -> None:
+def test_a_buffer_registered_by_a_bad_forward_is_removed() -> None:
     def register(module: Keeps, x: Tensor) -> None:
         if not hasattr(module, "scale"):
             module.register_buffer("scale", x.std())
@@ -250,7 +250,7 @@ def test_a_buffer_registered_by_a_bad_forward_is_gone_again() -> None:
     training.assert_a_bad_step_leaves_no_trace()
 
 
-def test_a_module_made_by_a_bad_forward_stays_whole() -> None:
+def test_a_module_created_by_a_bad_forward_stays_complete() -> None:
     def make(module: Keeps, _x: Tensor) -> None:
         if not hasattr(module, "norm"):
             module.norm = nn.BatchNorm1d(8)
@@ -260,8 +260,8 @@ def test_a_module_made_by_a_bad_forward_stays_whole() -> None:
     assert isinstance(training.model.norm.running_mean, Tensor)  # type: ignore[union-attr]
 
 
-def test_a_cache_that_has_grown_stays_grown() -> None:
-    """Rotary tables: a Python attribute says how long the table is, and a shorter one would be indexed past its end."""
+def test_a_grown_cache_keeps_its_size() -> None:
+    """Rotary tables: a Python attribute holds the length, and a shorter table would be indexed past its end."""
 
     def lengthen(module: Keeps, x: Tensor) -> None:
         if len(x) > module.longest:  # type: ignore[operator]
@@ -277,11 +277,11 @@ def test_a_cache_that_has_grown_stays_grown() -> None:
     assert len(model.kept) == model.longest == 32
 
 
-# --- never through an alias ------------------------------------------------------------------------------------------
+# --- aliases ---------------------------------------------------------------------------------------------------------
 
 
 @every_form
-def test_a_module_that_keeps_its_input_costs_no_data(form: str) -> None:
+def test_a_module_that_keeps_its_input_does_not_overwrite_data(form: str) -> None:
     def keep(module: Keeps, x: Tensor) -> None:
         module.kept = x
 
@@ -304,7 +304,7 @@ def test_a_module_that_keeps_its_input_costs_no_data(form: str) -> None:
     assert torch.equal(data.nan_to_num(7e7), given.nan_to_num(7e7))
 
 
-# --- guards and copies beside each other -----------------------------------------------------------------------------
+# --- several guards, and copies --------------------------------------------------------------------------------------
 
 
 def test_two_guards_on_one_model_do_not_undo_each_others_steps() -> None:
@@ -322,14 +322,14 @@ def test_two_guards_on_one_model_do_not_undo_each_others_steps() -> None:
         assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
-def test_a_copy_of_a_guarded_model_is_nobodys() -> None:
+def test_a_copy_of_a_guarded_model_belongs_to_no_guard() -> None:
     training = Training(make_normed(), "loss")
     twin = copy.deepcopy(training.model)
     twin(torch.full((4, 8), NAN))
     assert not training.guard._rollback.buffers.has_begun
 
 
-def test_large_tables_are_not_copied_until_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tables_are_copied_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_places, "MOST_BYTES", 0)
     model = nn.Module()
     model.register_buffer("table", torch.zeros(300, 300))
@@ -347,7 +347,7 @@ def test_large_tables_are_not_copied_until_they_move(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
 @pytest.mark.parametrize("change", [keep_mean, expand, grow], ids=lambda change: change.__name__)
-def test_a_select_decides_as_a_restore_does(found: float, change: Callable[[Keeps, Tensor], None]) -> None:
+def test_a_select_gives_the_same_as_a_restore(found: float, change: Callable[[Keeps, Tensor], None]) -> None:
     model = nn.Sequential(nn.BatchNorm1d(8), Keeps(torch.zeros(1, 8) if change is grow else None, change))
     keeper = BufferKeeper(model)
     for flag in (0.0, 0.0, found):
@@ -363,7 +363,7 @@ def test_a_select_decides_as_a_restore_does(found: float, change: Callable[[Keep
 
 
 @every_form
-def test_buffers_on_meta_are_nothing_to_keep(form: str) -> None:
+def test_buffers_on_meta_are_ignored(form: str) -> None:
     model = make_normed()
     model.side = nn.BatchNorm1d(3, device="meta")
     training = Training(model, form)
@@ -406,7 +406,7 @@ def test_a_change_between_the_steps_of_a_compiled_model_stays(form: str, how: st
     training.assert_a_bad_step_leaves_no_trace()
 
 
-def test_a_model_that_is_compiled_after_the_guard_was_made_is_heard_from_its_second_step() -> None:
+def test_a_model_compiled_after_the_guard_was_created_is_hooked_from_its_second_step() -> None:
     torch._dynamo.reset()
     training = Training(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), "loss")
     training.step()
@@ -417,7 +417,7 @@ def test_a_model_that_is_compiled_after_the_guard_was_made_is_heard_from_its_sec
 
 
 @every_form
-def test_what_was_loaded_into_a_model_inside_of_a_compiled_function_stays(form: str) -> None:
+def test_values_loaded_into_a_model_inside_a_compiled_function_stay(form: str) -> None:
     torch._dynamo.reset()
     training = Training(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), form)
     inner = training.model
@@ -437,7 +437,7 @@ def test_a_closed_guard_leaves_nothing_on_a_compiled_model() -> None:
     assert model._compiled_call_impl is call
 
 
-def test_a_copy_of_a_model_that_loads_is_not_heard() -> None:
+def test_a_copy_of_a_model_that_loads_has_no_hooks() -> None:
     training = Training(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), "loss")
     other = copy.deepcopy(training.model)
     other.load_state_dict(training.model.state_dict())

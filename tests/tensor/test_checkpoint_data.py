@@ -1,7 +1,7 @@
-"""The data position: a pass that is left in its middle goes on with the very next batch, bit for bit.
+"""The data position: an interrupted epoch continues with the very next batch, bit for bit.
 
-Each test runs a loader through, and again up to a stop; a second set of objects then takes the saved position, from a
-process whose generators stand elsewhere. Every sample draws noise from torch, Python and numpy.
+Each test runs a loader to the end, and again up to a stop; a second set of objects then loads the saved position in a
+process whose generators are in another state. Every sample draws noise from torch, Python and numpy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM = 22
 
 
 class Noisy(Dataset[Tensor]):
-    """Samples with random noise; counts what it loads."""
+    """Samples with random noise; counts the loaded ones."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
@@ -50,7 +50,7 @@ class Noisy(Dataset[Tensor]):
 
 
 class Bucketed(Sampler[list[int]]):
-    """A sampler of one's own, which shuffles when a pass begins."""
+    """A custom sampler that shuffles at the start of an epoch."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(NUM).tolist()
@@ -86,7 +86,7 @@ LOADERS: dict[str, Maker] = {
 
 
 class Program:
-    """A training as far as its data goes: epochs of batches, each followed by draws of its own."""
+    """The data side of a training: epochs of batches, each followed by random draws of the program."""
 
     def __init__(self, make: Maker, seed: int) -> None:
         random.seed(seed)
@@ -97,7 +97,7 @@ class Program:
         self.epoch = 0
 
     def run(self, epochs: int, stop: int | None = None) -> list[Tensor]:
-        """What was seen; `stop` leaves off after that many batches."""
+        """Run and return what was seen; stop after `stop` batches."""
         seen: list[Tensor] = []
         while self.epoch < epochs:
             for batch in self.positions.iterate(self.loader):
@@ -118,7 +118,7 @@ class Program:
 
 
 def go_on(make: Maker, stop: int, epochs: int = 3) -> tuple[list[Tensor], list[Tensor], Program]:
-    """What an uninterrupted run and one that was stopped saw."""
+    """Return what an uninterrupted run and an interrupted one saw."""
     whole = Program(make, seed=1).run(epochs)
     first = Program(make, seed=1)
     seen = first.run(epochs, stop=stop)
@@ -136,14 +136,14 @@ def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("stop", [1, 4, 6, 9])
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
-def test_a_pass_goes_on_where_it_was_left(kind: str, stop: int) -> None:
+def test_an_epoch_continues_where_it_was_interrupted(kind: str, stop: int) -> None:
     whole, resumed, _ = go_on(LOADERS[kind], stop)
     assert_equal(whole, resumed)
 
 
 @pytest.mark.parametrize("stop", [3, 8])
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" in kind])
-def test_worker_processes_go_on_with_their_own_random_numbers(kind: str, stop: int) -> None:
+def test_worker_processes_continue_with_their_own_random_numbers(kind: str, stop: int) -> None:
     whole, resumed, _ = go_on(LOADERS[kind], stop, epochs=2)
     assert_equal(whole, resumed)
 
@@ -158,13 +158,13 @@ def test_without_the_position_a_resumed_run_would_see_other_data() -> None:
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "own generator", "batch sampler"])
-def test_the_sampler_is_moved_on_without_loading_data(kind: str) -> None:
+def test_the_sampler_advances_without_loading_data(kind: str) -> None:
     _, resumed, second = go_on(LOADERS[kind], 4, epochs=1)
     loaded = [int(row) for batch in resumed[4:] for row in batch[:-1].reshape(-1, 4)[:, 0]]
     assert second.loader.dataset.loaded == loaded
 
 
-def test_what_the_loader_gives_is_the_same_with_and_without_a_position() -> None:
+def test_the_loader_gives_the_same_with_and_without_a_position() -> None:
     for kind in ("shuffled", "workers"):
         Program(LOADERS[kind], seed=1)
         plain = list(LOADERS[kind]())
@@ -172,14 +172,14 @@ def test_what_the_loader_gives_is_the_same_with_and_without_a_position() -> None
         assert_equal(plain, list(program.positions.iterate(program.loader)))
 
 
-def test_the_users_loader_is_left_as_it_was() -> None:
+def test_the_users_loader_is_unchanged() -> None:
     loader = LOADERS["workers"]()
     before = dict(vars(loader))
     assert len(list(DataPositions().iterate(loader))) == len(loader)
     assert vars(loader) == before
 
 
-def test_two_loaders_of_an_epoch_are_told_apart() -> None:
+def test_two_loaders_of_an_epoch_are_distinguished() -> None:
     def run(stop: int | None, state: dict[str, Any] | None = None) -> tuple[list[float], dict[str, Any]]:
         torch.manual_seed(3 if state is None else 77)
         train, val = DataLoader(Noisy(), 4, shuffle=True), DataLoader(Noisy(), 8)
@@ -199,7 +199,7 @@ def test_two_loaders_of_an_epoch_are_told_apart() -> None:
     assert begun + rest == whole
 
 
-def test_another_number_of_batches_is_an_error_that_says_so() -> None:
+def test_a_changed_number_of_batches_raises_an_error() -> None:
     first = Program(LOADERS["shuffled"], seed=1)
     first.run(1, stop=2)
     second = Program(lambda: DataLoader(Noisy(), 8, shuffle=True), seed=1)
@@ -209,14 +209,14 @@ def test_another_number_of_batches_is_an_error_that_says_so() -> None:
 
 
 class Counting(IterableDataset[Tensor]):
-    """No sampler, and no way to be moved on but by running."""
+    """Has no sampler, and can only be advanced by running."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from (torch.full((2,), float(i)) for i in range(NUM))
 
 
 @pytest.mark.parametrize("make", [lambda: DataLoader(Counting(), 4), lambda: map(float, range(6))], ids=["data", "map"])
-def test_where_the_order_cannot_be_promised_the_user_is_told(make: Maker) -> None:
+def test_a_warning_is_given_if_the_order_cannot_be_guaranteed(make: Maker) -> None:
     def take(positions: DataPositions, count: int) -> list[Any]:
         batches = positions.iterate(make())
         return [next(batches) for _ in range(count)]
@@ -230,7 +230,7 @@ def test_where_the_order_cannot_be_promised_the_user_is_told(make: Maker) -> Non
     assert str(rest) == str(expected[3:])
 
 
-def test_a_sampler_of_ones_own_is_run_again_and_told() -> None:
+def test_a_custom_sampler_is_run_again_with_a_warning() -> None:
     def make() -> Any:
         return DataLoader(Noisy(), batch_sampler=Bucketed())
 
@@ -239,7 +239,7 @@ def test_a_sampler_of_ones_own_is_run_again_and_told() -> None:
     assert_equal(whole, resumed)
 
 
-def test_another_number_of_workers_keeps_the_order_and_is_told() -> None:
+def test_a_changed_number_of_workers_keeps_the_order_with_a_warning() -> None:
     first = Program(LOADERS["workers"], seed=1)
     seen = first.run(1, stop=2)
     second = Program(lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=1), seed=4)
@@ -253,7 +253,7 @@ def test_another_number_of_workers_keeps_the_order_and_is_told() -> None:
 
 @pytest.mark.parametrize("epochs_before", [1, 2])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_save_between_two_epochs_keeps_what_the_loader_remembers(kind: str, epochs_before: int) -> None:
+def test_a_save_between_epochs_keeps_the_loaders_state(kind: str, epochs_before: int) -> None:
     make = LOADERS[kind]
     whole = Program(make, seed=1)
     expected = whole.run(3)

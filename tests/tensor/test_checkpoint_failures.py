@@ -1,7 +1,7 @@
-"""A disk that fails never ends a training: it is told once, what is there stays, and the next save tries again.
+"""A failing disk never ends a training: it is reported once, existing files stay, and the next save tries again.
 
-Full and read-only disks are real ones: a small tmpfs in a mount namespace of its own where the system allows that, and
-the limit on the size of files, which every system has.
+Full and read-only disks are real: a small tmpfs in a new mount namespace where the system allows that, and otherwise
+the limit on file sizes, which every system has.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ train(2)
 left = sorted(path.name for path in disk.iterdir() if path.name != "filler")
 mend_disk()
 saved.append(save())
-told = [i.finding.message for i in guard.incidents if i.finding.kind == "checkpoint_failed"]
+reports = [i.finding.message for i in guard.incidents if i.finding.kind == "checkpoint_failed"]
 steps = guard.stats()["num_steps"]
 again = nn.Linear(200, 200)
 second = Guard(again, torch.optim.AdamW(again.parameters()))
 resumed = second.resume(run_dir)
-print(json.dumps({"saved": saved, "left": left, "told": told, "steps": steps, "resumed": resumed,
+print(json.dumps({"saved": saved, "left": left, "reports": reports, "steps": steps, "resumed": resumed,
                   "equal": torch.equal(model.weight, again.weight)}))
 """
 
@@ -104,7 +104,7 @@ def run_program(kind: str, run_dir: Path) -> dict[str, Any]:
 
 
 def can_mount() -> bool:
-    """Whether this system lets us have a mount of our own."""
+    """Whether this system allows us a mount."""
     if shutil.which("unshare") is None:
         return False
     script = "mount -t tmpfs -o size=64k tmpfs /mnt"
@@ -112,14 +112,16 @@ def can_mount() -> bool:
 
 
 @pytest.mark.parametrize("kind", ["file size", "full", "read-only"])
-def test_training_goes_on_the_last_good_one_stays_and_it_is_told_once(tmp_path: Path, kind: str) -> None:
+def test_training_continues_the_last_good_checkpoint_stays_and_the_failure_is_reported_once(
+    tmp_path: Path, kind: str
+) -> None:
     if kind != "file size" and not can_mount():
         pytest.skip("mounts are not allowed here")
     found = run_program(kind, tmp_path / "run")
     assert found["saved"] == [True, False, False, False, True]
     assert found["left"] == ["step_00000002"], "no half-written one is left, the good one is"
-    assert len(found["told"]) == 1, found["told"]
-    assert "could not be saved" in found["told"][0]
+    assert len(found["reports"]) == 1, found["reports"]
+    assert "could not be saved" in found["reports"][0]
     assert found["steps"] == 7
     assert (found["resumed"], found["equal"]) == (7, True)
 
@@ -136,11 +138,11 @@ def make_guard(run_dir: Path, **settings: Any) -> tuple[nn.Module, Guard]:
     return model, Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config, run_dir=run_dir)
 
 
-def told(guard: Guard) -> list[str]:
+def reports(guard: Guard) -> list[str]:
     return [i.finding.message for i in guard.incidents if i.finding.kind == "checkpoint_failed"]
 
 
-def test_a_vanished_folder_is_made_again_and_told(tmp_path: Path) -> None:
+def test_a_vanished_folder_is_created_again_and_reported(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path / "run")
     train(guard, model, 1)
     guard.save()
@@ -152,12 +154,12 @@ def test_a_vanished_folder_is_made_again_and_told(tmp_path: Path) -> None:
         assert save is not None
         assert save.wait() is not None
     train(guard, model, 1)
-    assert len(told(guard)) == 1
-    assert "had been deleted" in told(guard)[0]
+    assert len(reports(guard)) == 1
+    assert "had been deleted" in reports(guard)[0]
     assert [info.step for info in guard.checkpoints.list()] == [2, 3, 4]
 
 
-def test_a_vanished_run_directory_is_made_again_and_reported(tmp_path: Path) -> None:
+def test_a_vanished_run_directory_is_created_again_and_reported(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path / "run")
     train(guard, model, 1)
     guard.save()
@@ -179,14 +181,14 @@ def test_a_vanished_run_directory_is_made_again_and_reported(tmp_path: Path) -> 
     )
 
 
-def test_a_folder_is_not_made_again_where_its_disk_was_unmounted(tmp_path: Path) -> None:
-    """What lies under a mount point is somebody else's."""
+def test_a_folder_is_not_created_again_below_an_unmounted_disk(tmp_path: Path) -> None:
+    """The files under a mount point belong to another file system."""
     require_device(tmp_path / "run" / "checkpoints", tmp_path.stat().st_dev)
     with pytest.raises(OSError, match="gone, and so is the disk"):
         require_device(tmp_path / "run" / "checkpoints", tmp_path.stat().st_dev + 1)
 
 
-def test_a_file_in_the_way_is_told_and_does_not_raise(tmp_path: Path) -> None:
+def test_a_file_at_the_folders_path_is_reported_without_an_exception(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("not a folder")
     with CheckpointStore(tmp_path / "checkpoints") as store:
         save = store.save({"model": {"w": torch.ones(2)}}, step=0)
@@ -197,8 +199,8 @@ def test_a_file_in_the_way_is_told_and_does_not_raise(tmp_path: Path) -> None:
     assert store.take_failures() == []
 
 
-def test_what_was_written_wrong_is_found_before_older_ones_go(tmp_path: Path) -> None:
-    """A disk that loses a bit on the way: the new one is set aside, and the old one is still there."""
+def test_a_wrongly_written_checkpoint_is_found_before_older_ones_are_removed(tmp_path: Path) -> None:
+    """A disk flips a bit: the new checkpoint is set aside, and the old one is still there."""
 
     class LosingStore(CheckpointStore):
         def _put_on_disk(self, *args: Any) -> Path:
@@ -219,7 +221,7 @@ def test_what_was_written_wrong_is_found_before_older_ones_go(tmp_path: Path) ->
     assert (tmp_path / "set_aside" / "step_00000001" / "reason.txt").exists()
 
 
-def test_a_program_that_ends_without_close_still_finishes_its_checkpoint(tmp_path: Path) -> None:
+def test_a_program_that_exits_without_close_finishes_its_checkpoint(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
         "from steadygrad.checkpoint import CheckpointStore\n"
@@ -232,8 +234,8 @@ def test_a_program_that_ends_without_close_still_finishes_its_checkpoint(tmp_pat
     assert found.state["model"]["w"].eq(1.0).all()
 
 
-def test_a_save_waits_for_the_memory_that_the_one_before_is_written_from(tmp_path: Path) -> None:
-    """Many saves at once: each has its own values, none is mixed with the next."""
+def test_a_save_waits_until_the_previous_one_no_longer_needs_the_memory(tmp_path: Path) -> None:
+    """Many saves at once: each has its own values and none mixes with the next."""
     with CheckpointStore(tmp_path, keep_last=9) as store:
         for step in range(8):
             store.save({"model": {"w": torch.full((1 << 18,), float(step))}}, step=step)

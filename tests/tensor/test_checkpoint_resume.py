@@ -1,7 +1,7 @@
-"""guard.save() and guard.resume(): a training that was stopped anywhere ends with the weights of one that was not.
+"""guard.save() and guard.resume(): a training interrupted anywhere ends with the weights of an uninterrupted one.
 
-Dropout, BatchNorm, shuffling, noise drawn by the data set, a scheduler, EMA, AMP and bad batches are on. The second
-process is a second set of objects, made from other seeds.
+Dropout, BatchNorm, shuffling, noise drawn by the data set, a scheduler, EMA, AMP and bad batches are all enabled. The
+second process is a second set of objects, created from other seeds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Program:
-    """A whole training: two epochs of ten batches, two microbatches a step."""
+    """A whole training: two epochs of ten batches, two microbatches per step."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Program:
         return nn.functional.cross_entropy(self.model(batch[0]).float(), batch[1]) / self.accumulate
 
     def train(self, *, stop: int | None = None, epochs: int = 2) -> None:
-        """To the end, or until after `stop` batches, which may be in the middle of an accumulation."""
+        """Run to the end, or until after `stop` batches, which may be in the middle of an accumulation."""
         count = self.guard.num_microbatches
         for _ in range(self.guard.epoch, epochs):
             for batch in self.guard.batches(self.loader):
@@ -118,7 +118,7 @@ class Program:
 
 
 def stop_and_go_on(tmp_path: Path, stop: int, **settings: Any) -> tuple[Program, Program]:
-    """The uninterrupted run, and the one that was stopped after `stop` batches and resumed."""
+    """Return the uninterrupted run, and the one that was interrupted after `stop` batches and resumed."""
     whole = Program(tmp_path / "whole", seed=1, **settings)
     whole.train()
     first = Program(tmp_path / "run", seed=1, **settings)
@@ -126,7 +126,7 @@ def stop_and_go_on(tmp_path: Path, stop: int, **settings: Any) -> tuple[Program,
     save = first.guard.save()
     assert save is not None
     assert save.wait() is not None, save.error
-    first.train(stop=stop + 3)  # what comes after the save is lost with the process
+    first.train(stop=stop + 3)  # everything after the save is lost with the process
     second = Program(tmp_path / "run", seed=99, **settings)
     assert second.guard.resume() == save.step
     second.train()
@@ -138,8 +138,8 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path, stop: int) -
     whole, second = stop_and_go_on(tmp_path, stop)
     assert_same(whole.state, second.state)
     now = {"current_gradient_norm", "current_loss"} if stop == 20 else set()  # of the last step in this process
-    told = [{k: v for k, v in p.guard.stats().items() if k not in now} for p in (whole, second)]
-    assert told[0] == told[1]
+    stats = [{k: v for k, v in p.guard.stats().items() if k not in now} for p in (whole, second)]
+    assert stats[0] == stats[1]
 
 
 @pytest.mark.parametrize("stop", [3, 13])
@@ -158,15 +158,15 @@ def test_a_loss_scale_is_resumed(tmp_path: Path, stop: int) -> None:
 
 
 @pytest.mark.parametrize("stop", range(1, 12))
-def test_bad_batches_before_and_after_the_stop_are_skipped_alike(tmp_path: Path, stop: int) -> None:
-    """Also where the accumulation of a step that will be skipped is under way: buffers go back to before it."""
+def test_bad_batches_before_and_after_the_interruption_are_skipped_the_same(tmp_path: Path, stop: int) -> None:
+    """Also during the accumulation of a step that will be skipped: buffers return to their values before it."""
     settings = {"bad": (3, 11), "config": {"policy": Policy.observe()}}
     whole = Program(tmp_path / "whole", seed=1, **settings)
     whole.train(epochs=1)
     first = Program(tmp_path / "run", seed=1, **settings)
     first.train(stop=stop, epochs=1)
     save = first.guard.save()
-    if save is None:  # the first microbatch of the step under way was bad: its gradients are not saved
+    if save is None:  # the first microbatch of the current step was bad: its gradients are not saved
         assert first.guard.incidents[-1].finding.kind == "checkpoint_failed"
         assert "gradients" in first.guard.incidents[-1].finding.message
         return
@@ -178,7 +178,7 @@ def test_bad_batches_before_and_after_the_stop_are_skipped_alike(tmp_path: Path,
     assert_same(whole.trained, second.trained)
 
 
-def test_without_the_state_of_the_generators_a_resumed_training_would_part(tmp_path: Path) -> None:
+def test_without_the_generator_states_a_resumed_training_would_differ(tmp_path: Path) -> None:
     whole, _ = stop_and_go_on(tmp_path, 5)
     second = Program(tmp_path / "run", seed=99)
     second.guard.resume()
@@ -188,7 +188,7 @@ def test_without_the_state_of_the_generators_a_resumed_training_would_part(tmp_p
     assert not torch.equal(whole.model[0].weight, second.model[0].weight)
 
 
-def test_the_form_with_the_users_own_backward_is_resumed(tmp_path: Path) -> None:
+def test_a_loop_with_its_own_backward_is_resumed(tmp_path: Path) -> None:
     def train(program: Program, batches: int) -> None:
         for _, (x, y) in zip(range(batches), program.guard.batches(program.loader)):
             program.optimizer.zero_grad()
@@ -211,17 +211,17 @@ def test_the_form_with_the_users_own_backward_is_resumed(tmp_path: Path) -> None
 # --- where and when -----------------------------------------------------------------------------------------------
 
 
-def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:
+def test_a_new_run_has_nothing_to_resume(tmp_path: Path) -> None:
     assert Program(tmp_path, seed=1).guard.resume() is None
 
 
-def test_without_a_run_directory_there_is_no_place_for_a_checkpoint() -> None:
+def test_saving_without_a_run_directory_raises_an_error() -> None:
     with pytest.raises(UsageError, match="give Guard a run_dir"):
         Program(None, seed=1).guard.save()
 
 
 @pytest.mark.parametrize("place", ["run directory", "checkpoints", "one checkpoint"])
-def test_a_path_may_be_given(tmp_path: Path, place: str) -> None:
+def test_a_path_can_be_given(tmp_path: Path, place: str) -> None:
     first = Program(tmp_path / "a", seed=1)
     first.train(stop=4)
     save = first.guard.save()
@@ -234,12 +234,12 @@ def test_a_path_may_be_given(tmp_path: Path, place: str) -> None:
     assert_same(snapshot(first.model), snapshot(second.model))
 
 
-def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no checkpoint"):
         Program(None, seed=1).guard.resume(tmp_path)
 
 
-def test_a_guard_saves_by_itself_every_so_many_steps(tmp_path: Path) -> None:
+def test_a_guard_saves_at_the_configured_interval(tmp_path: Path) -> None:
     program = Program(tmp_path, seed=1, config={"checkpoint": CheckpointConfig(every=3, keep_last=9)})
     program.train()
     program.guard.close()
@@ -267,7 +267,7 @@ def test_a_checkpoint_becomes_good_after_healthy_steps_and_suspect_after_many_ba
     step()
     assert look() == [(1, True, False)]
     program.guard.save()
-    step(bad=True)  # a bad batch, skipped: nothing is known about the weights
+    step(bad=True)  # a bad batch, skipped: it says nothing about the weights
     assert look() == [(1, True, False), (3, False, False)]
     step()
     step(bad=True)
@@ -281,9 +281,9 @@ def test_a_checkpoint_becomes_good_after_healthy_steps_and_suspect_after_many_ba
     assert store.newest.step == 3
 
 
-@pytest.mark.parametrize("why", ["spikes", "a rule of one's own"])
-def test_warnings_that_say_nothing_against_the_weights_send_no_resume_back(tmp_path: Path, why: str) -> None:
-    """Now and then a batch is another task's, and the paired test is off; or a rule of one's own always warns."""
+@pytest.mark.parametrize("why", ["spikes", "a custom rule"])
+def test_warnings_not_about_the_weights_do_not_make_resume_go_back(tmp_path: Path, why: str) -> None:
+    """Some batches belong to another task, and the paired test is off; or a custom rule always warns."""
     complain = rule("complaint", severity=Severity.WARNING)(lambda _: "as always")
     config = GuardConfig(
         checkpoint=CheckpointConfig(every=20),
@@ -329,7 +329,7 @@ def test_the_validation_loss_of_a_checkpoint_is_found_before_and_after_it(tmp_pa
     assert store.best.step == 2
 
 
-def test_the_ledger_tells_each_step_once(tmp_path: Path) -> None:
+def test_the_ledger_has_each_step_once(tmp_path: Path) -> None:
     first = Program(tmp_path / "run", seed=1)
     first.train(stop=6)
     first.guard.save()
@@ -343,10 +343,10 @@ def test_the_ledger_tells_each_step_once(tmp_path: Path) -> None:
     assert steps == list(range(10))
 
 
-# --- what has changed ---------------------------------------------------------------------------------------------
+# --- changed settings ---------------------------------------------------------------------------------------------
 
 
-def test_a_learning_rate_that_is_given_anew_wins_and_all_else_is_exact(tmp_path: Path) -> None:
+def test_a_new_learning_rate_wins_and_all_else_is_exact(tmp_path: Path) -> None:
     first = Program(tmp_path, seed=1, lr=0.02)
     first.train(stop=6)
     first.guard.save()
@@ -361,15 +361,15 @@ def test_a_learning_rate_that_is_given_anew_wins_and_all_else_is_exact(tmp_path:
     [finding] = [f for f in second.guard.findings if f.kind == "resumed"]
     assert finding.severity is Severity.WARNING
     assert "lr 0.0008 -> 0.0002" in finding.message
-    told = (tmp_path / "incidents.jsonl").read_text()
-    assert "as set now" in told
-    second.train()  # the schedule goes on, only lower
+    text = (tmp_path / "incidents.jsonl").read_text()
+    assert "as set now" in text
+    second.train()  # the schedule continues, only lower
     whole = Program(None, seed=1, lr=0.02)
     whole.train()
     assert second.optimizer.param_groups[0]["lr"] == pytest.approx(whole.optimizer.param_groups[0]["lr"] / 4)
 
 
-def test_a_rate_that_the_policy_has_lowered_is_changed_once(tmp_path: Path) -> None:
+def test_a_rate_lowered_by_the_policy_changes_once(tmp_path: Path) -> None:
     def make(lr: float) -> tuple[nn.Linear, torch.optim.Optimizer, Guard]:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
@@ -396,7 +396,7 @@ def test_a_rate_that_the_policy_has_lowered_is_changed_once(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "clip", [FixedNorm(max_norm=0.5), AdaGC(), None], ids=lambda clip: getattr(clip, "kind", "none")
 )
-def test_another_clip_strategy_begins_anew_and_is_told(tmp_path: Path, clip: Any) -> None:
+def test_a_different_clip_strategy_starts_fresh_with_a_message(tmp_path: Path, clip: Any) -> None:
     first = Program(tmp_path, seed=1)
     first.train(stop=6)
     first.guard.save()
@@ -409,7 +409,7 @@ def test_another_clip_strategy_begins_anew_and_is_told(tmp_path: Path, clip: Any
     assert second.guard.last.step == 9
 
 
-def test_a_changed_model_is_told_tensor_by_tensor_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_a_changed_model_is_reported_tensor_by_tensor_and_stays_untouched(tmp_path: Path) -> None:
     first = Program(tmp_path, seed=1)
     first.train(stop=4)
     first.guard.save()
@@ -422,7 +422,7 @@ def test_a_changed_model_is_told_tensor_by_tensor_and_nothing_is_touched(tmp_pat
 
 
 class Grown(nn.Module):
-    """A net that may have a head of its own."""
+    """A net with an optional head."""
 
     def __init__(self, *, head: bool) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ class Grown(nn.Module):
         return made
 
 
-def test_strict_false_loads_what_fits_and_says_what_did_not(tmp_path: Path) -> None:
+def test_strict_false_loads_what_fits_and_reports_the_rest(tmp_path: Path) -> None:
     def make(*, head: bool) -> tuple[Grown, torch.optim.Optimizer, Guard]:
         model = Grown(head=head)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -463,7 +463,7 @@ def test_strict_false_loads_what_fits_and_says_what_did_not(tmp_path: Path) -> N
 
 
 class Masked(nn.Module):
-    """Has a mask of -inf, tied weights, a buffer that no state_dict has, and extra state."""
+    """Has a mask of -inf, tied weights, a buffer outside of any state_dict, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -517,7 +517,7 @@ class Strange:
         """Nothing."""
 
 
-def test_a_state_that_cannot_be_saved_is_reported_once_at_the_start_and_the_rest_is_saved(tmp_path: Path) -> None:
+def test_an_unsaveable_state_is_reported_once_at_the_start_and_the_rest_is_saved(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     config = GuardConfig(checkpoint=CheckpointConfig(every=1))
     guard = Guard(model, torch.optim.SGD(model.parameters()), config=config, scheduler=Strange(), run_dir=tmp_path)
@@ -531,7 +531,7 @@ def test_a_state_that_cannot_be_saved_is_reported_once_at_the_start_and_the_rest
     assert [info.step for info in guard.checkpoints.list()] == [1, 2, 3]
 
 
-def test_a_state_that_is_not_finite_is_not_saved_and_training_is_told(tmp_path: Path) -> None:
+def test_a_nonfinite_state_is_not_saved_and_this_is_reported(tmp_path: Path) -> None:
     program = Program(tmp_path, seed=1)
     program.train(stop=2)
     with torch.no_grad():
@@ -543,7 +543,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_training_is_told(tmp_path: 
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_moments_keep_the_precision_that_they_had(tmp_path: Path) -> None:
+def test_moments_keep_their_precision(tmp_path: Path) -> None:
     """`Optimizer.load_state_dict` would cast them to the weights' bfloat16."""
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer, Guard]:
@@ -598,7 +598,7 @@ def each_scheduler() -> Iterator[tuple[str, Callable[[torch.optim.Optimizer], An
 
 
 @pytest.mark.parametrize("make_scheduler", [pytest.param(make, id=name) for name, make in each_scheduler()])
-def test_every_kind_of_schedule_goes_on(tmp_path: Path, make_scheduler: Callable[[Any], Any]) -> None:
+def test_every_kind_of_schedule_continues(tmp_path: Path, make_scheduler: Callable[[Any], Any]) -> None:
     def make(place: Path) -> tuple[nn.Module, torch.optim.Optimizer, Guard]:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
@@ -624,7 +624,7 @@ def test_every_kind_of_schedule_goes_on(tmp_path: Path, make_scheduler: Callable
     assert_same(snapshot(*whole[:2]), snapshot(*second[:2]))
 
 
-def test_saving_leaves_the_training_alone(tmp_path: Path) -> None:
+def test_saving_does_not_change_the_training(tmp_path: Path) -> None:
     quiet = Program(None, seed=1)
     quiet.train()
     saving = Program(tmp_path, seed=1, config={"checkpoint": CheckpointConfig(every=1)})
@@ -634,7 +634,7 @@ def test_saving_leaves_the_training_alone(tmp_path: Path) -> None:
 
 
 class Tally:
-    """Something of a program's own that must survive a crash."""
+    """A custom object of the program that must survive a crash."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -646,7 +646,7 @@ class Tally:
         self.counts = list(state["counts"])
 
 
-def test_what_a_program_adds_is_saved_and_put_back_with_the_training(tmp_path: Path) -> None:
+def test_extras_of_the_program_are_saved_and_restored(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     first = Tally()
     with Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path, extras={"tally": first}) as guard:
@@ -662,7 +662,7 @@ def test_what_a_program_adds_is_saved_and_put_back_with_the_training(tmp_path: P
 @pytest.mark.parametrize(
     ("extras", "words"), [({"ema": Tally()}, "Use ema="), ({"note": 3}, r"a int, which cannot be saved.*state_dict")]
 )
-def test_extras_that_cannot_be_are_refused_by_name(extras: dict[str, Any], words: str) -> None:
+def test_invalid_extras_are_refused_by_name(extras: dict[str, Any], words: str) -> None:
     model = nn.Linear(3, 1)
     with pytest.raises(UsageError, match=words):
         Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), extras=extras)

@@ -1,4 +1,4 @@
-"""Signals: the step is finished and saved, and the exit code asks for a restart; a second one ends at once."""
+"""Signals: the step is finished and saved, and the exit code asks for a restart; a second signal exits at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 
 @pytest.fixture(autouse=True)
 def signals_as_in_a_terminal() -> Iterator[None]:
-    """A job in the background is started with SIGINT ignored, and its children inherit that; here it counts."""
+    """Restores SIGINT, which a background job ignores and its children inherit."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -91,8 +91,8 @@ def finish(run_dir: Path, seed: int, workers: int = 0) -> list[str]:
 @pytest.mark.parametrize(
     ("number", "workers"), [(signal.SIGTERM, 2), (signal.SIGINT, 2)], ids=["SIGTERM to the group", "Ctrl-C"]
 )
-def test_the_step_is_finished_and_saved_and_a_restart_goes_on(tmp_path: Path, number: int, workers: int) -> None:
-    """To the whole group, as a cluster and a terminal send it: the data workers must outlive the last step."""
+def test_the_step_is_finished_and_saved_and_a_restart_continues(tmp_path: Path, number: int, workers: int) -> None:
+    """Signals go to the whole group, as clusters and terminals send them: data workers must survive the last step."""
     program = start(tmp_path / "run", 1, "slowly", workers)
     assert program.stdin is not None
     assert program.stdout is not None
@@ -115,7 +115,7 @@ def test_the_step_is_finished_and_saved_and_a_restart_goes_on(tmp_path: Path, nu
     assert rest[-1] == finish(tmp_path / "whole", 1, workers)[-1]
 
 
-# --- the watch itself, in a small process: it needs no torch ------------------------------------------------------
+# --- the signal handler itself, in a small process without torch --------------------------------------------------
 
 WATCH = f"""
 import importlib.util, os, signal, sys
@@ -142,7 +142,7 @@ def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("setting", ["sys.ps1 = '>>> '", "sys.modules['ipykernel'] = sys"], ids=["prompt", "notebook"])
-def test_where_a_person_sits_ctrl_c_stays_a_keyboard_interrupt(setting: str) -> None:
+def test_in_a_terminal_ctrl_c_stays_a_keyboard_interrupt(setting: str) -> None:
     code = (
         f"{setting}\nwatch.start()\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: print('interrupted')\n"
@@ -151,7 +151,7 @@ def test_where_a_person_sits_ctrl_c_stays_a_keyboard_interrupt(setting: str) -> 
     assert run_watch(code).stdout.split() == ["interrupted", "SIGTERM"]
 
 
-def test_a_forked_child_gets_the_signal_as_if_nobody_listened() -> None:
+def test_a_forked_child_gets_the_signal_with_its_default_action() -> None:
     code = (
         "watch.start()\nchild = os.fork()\n"
         "if child == 0:\n    os.kill(os.getpid(), signal.SIGTERM)\n    os._exit(7)\n"
@@ -160,7 +160,7 @@ def test_a_forked_child_gets_the_signal_as_if_nobody_listened() -> None:
     assert run_watch(code).stdout.split() == ["15", "None"]
 
 
-def test_a_handler_of_the_users_own_is_left_alone() -> None:
+def test_a_handler_of_the_user_is_kept() -> None:
     code = (
         "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\nwatch.start()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint(watch.received)\n"
@@ -168,7 +168,7 @@ def test_a_handler_of_the_users_own_is_left_alone() -> None:
     assert run_watch(code).stdout.split() == ["mine", "None"]
 
 
-def test_what_was_there_before_is_put_back() -> None:
+def test_the_previous_handlers_are_restored() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     watch = SignalWatch()
     watch.start()
@@ -177,7 +177,7 @@ def test_what_was_there_before_is_put_back() -> None:
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_two_guards_of_one_process_hear_the_same_signal() -> None:
+def test_two_guards_of_one_process_receive_the_same_signal() -> None:
     code = (
         "other = signals.SignalWatch()\nwatch.start()\nother.start()\nother.stop()\nother.start()\n"
         "watch.stop()\nos.kill(os.getpid(), signal.SIGTERM)\nprint(watch.received, other.received.name)\n"
@@ -186,7 +186,7 @@ def test_two_guards_of_one_process_hear_the_same_signal() -> None:
     assert run_watch(code).stdout.split() == ["None", "SIGTERM", "True"]
 
 
-def test_another_thread_does_not_listen() -> None:
+def test_other_threads_do_not_handle_signals() -> None:
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=SignalWatch().start)
     thread.start()
@@ -195,7 +195,7 @@ def test_another_thread_does_not_listen() -> None:
 
 
 @pytest.mark.parametrize("how", ["no run directory", "signals=False"])
-def test_a_guard_that_has_nothing_to_save_to_does_not_listen(tmp_path: Path, how: str) -> None:
+def test_a_guard_without_a_place_to_save_does_not_handle_signals(tmp_path: Path, how: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     model = nn.Linear(2, 1)
     config = GuardConfig(checkpoint=CheckpointConfig(signals=how == "no run directory"))
@@ -206,7 +206,7 @@ def test_a_guard_that_has_nothing_to_save_to_does_not_listen(tmp_path: Path, how
     guard.close()
 
 
-def test_a_guard_listens_from_its_first_step_until_it_is_closed(tmp_path: Path) -> None:
+def test_a_guard_handles_signals_from_its_first_step_until_it_is_closed(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     model = nn.Linear(2, 1)
     with Guard(model, torch.optim.SGD(model.parameters()), run_dir=tmp_path) as guard:
@@ -216,7 +216,7 @@ def test_a_guard_listens_from_its_first_step_until_it_is_closed(tmp_path: Path) 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_signal_is_answered_after_the_step_in_this_very_process(tmp_path: Path) -> None:
+def test_the_signal_is_handled_after_the_step_in_this_process(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path)
     seen = []

@@ -1,4 +1,4 @@
-"""CheckpointStore: what is on disk is whole, finite and safe to read, or it is not used."""
+"""CheckpointStore: a checkpoint on disk is complete, finite and safe to read, or it is not used."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def steps_of(store: CheckpointStore) -> list[int]:
     return [info.step for info in store.list()]
 
 
-# --- there and back -----------------------------------------------------------------------------------------------
+# --- saving and reading back --------------------------------------------------------------------------------------
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+def test_saved_values_are_read_back(tmp_path: Path) -> None:
     odd = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,), check_invariants=True)
     state = {
         **make_state(),
@@ -117,7 +117,7 @@ TREES = st.recursive(
 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(min_size=1, max_size=4), TREES, max_size=3))
-def test_any_plain_state_comes_back(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
+def test_any_plain_state_is_read_back(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("any")
     with CheckpointStore(folder, asynchronous=False) as store:
         assert store.save(state, step=0).error is None
@@ -127,7 +127,7 @@ def test_any_plain_state_comes_back(tmp_path_factory: pytest.TempPathFactory, st
     shutil.rmtree(folder)
 
 
-def test_weights_are_safetensors_that_anybody_can_read(tmp_path: Path) -> None:
+def test_weights_are_safetensors_that_other_programs_can_read(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     with CheckpointStore(tmp_path) as store:
@@ -141,12 +141,12 @@ def test_weights_are_safetensors_that_anybody_can_read(tmp_path: Path) -> None:
     assert torch.equal(again[2].weight, model[0].weight)
 
 
-def test_large_tensors_cross_the_borders_of_pieces(tmp_path: Path) -> None:
+def test_large_tensors_span_several_pieces(tmp_path: Path) -> None:
     count = PIECE_BYTES // 4
     state = {"model": {"a": torch.randn(count - 5), "b": torch.randn(count + 7), "c": torch.arange(3)}}
     with CheckpointStore(tmp_path) as store:
         store.save(state, step=0)
-        store.save(state, step=1)  # the same memory again
+        store.save(state, step=1)  # the same memory as before
         found = store.load()
     assert found is not None
     assert_alike(state["model"], found.state["model"])
@@ -154,7 +154,7 @@ def test_large_tensors_cross_the_borders_of_pieces(tmp_path: Path) -> None:
     assert len(entry.crc32) == 3
 
 
-def test_host_memory_is_used_again() -> None:
+def test_host_memory_is_reused() -> None:
     image = StagedFile()
     image.stage({"a": torch.randn(1000)}, {})
     addresses = [segment.data_ptr() for segment in image._segments]
@@ -162,7 +162,7 @@ def test_host_memory_is_used_again() -> None:
     assert [segment.data_ptr() for segment in image._segments] == addresses
 
 
-def test_the_state_may_change_while_it_is_written(tmp_path: Path) -> None:
+def test_the_state_may_change_during_the_write(tmp_path: Path) -> None:
     weight = torch.ones(1 << 20)
     history = [1.0]
     with CheckpointStore(tmp_path) as store:
@@ -189,14 +189,14 @@ UNREADABLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("value", UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_what_only_code_could_read_is_refused_when_it_is_saved(tmp_path: Path, value: Any) -> None:
+def test_a_state_that_needs_code_is_refused_when_saving(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"at thing"):
         CheckpointStore(tmp_path).save({"thing": value}, step=0)
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [">f8", ">i4", ">u2", "<f4"])
-def test_an_array_comes_back_in_its_byte_order(tmp_path: Path, dtype: str) -> None:
+def test_an_array_keeps_its_byte_order(tmp_path: Path, dtype: str) -> None:
     array = numpy.arange(6).reshape(2, 3).astype(dtype)
     with CheckpointStore(tmp_path) as store:
         store.save({"array": array}, step=0)
@@ -206,17 +206,17 @@ def test_an_array_comes_back_in_its_byte_order(tmp_path: Path, dtype: str) -> No
     assert numpy.array_equal(found.state["array"], array)
 
 
-def test_marks_of_ours_in_a_state_are_refused(tmp_path: Path) -> None:
+def test_our_reserved_keys_in_a_state_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="these are reserved"):
         CheckpointStore(tmp_path).save({"x": {"$tensor": "model:w"}}, step=0)
 
 
-def test_names_that_meet_are_kept_apart() -> None:
+def test_colliding_names_are_kept_apart() -> None:
     packed = pack({"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}}})
     assert list(packed.files["state"]) == ["a.b.c", "a.b.c#2"]
 
 
-def test_a_place_that_cannot_hold_checkpoints_or_holds_none_is_named(tmp_path: Path) -> None:
+def test_an_unusable_or_empty_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a folder"):
         CheckpointStore("")
     with CheckpointStore(tmp_path / "store") as store, pytest.raises(CheckpointError, match="nothing is there"):
@@ -233,7 +233,7 @@ def test_a_closed_store_refuses_and_a_wrong_setting_is_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None])
-def test_a_step_that_is_no_number_of_a_step_is_refused(tmp_path: Path, step: Any) -> None:
+def test_an_invalid_step_number_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(UsageError, match="step must be a whole number"):
         CheckpointStore(tmp_path).save(make_state(), step=step)
 
@@ -261,7 +261,7 @@ def test_settings_are_read_from_a_file(tmp_path: Path) -> None:
     assert GuardConfig.from_dict(config.to_dict()) == config
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
+def test_no_thread_remains(tmp_path: Path) -> None:
     before = threading.active_count()
     with CheckpointStore(tmp_path) as store:
         save_steps(store, range(3))
@@ -273,7 +273,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
-def test_a_state_that_is_not_finite_is_refused_by_name(tmp_path: Path, poison: float, dtype: torch.dtype) -> None:
+def test_a_nonfinite_state_is_refused_by_name(tmp_path: Path, poison: float, dtype: torch.dtype) -> None:
     state = make_state()
     state["optimizer"]["state"][0]["exp_avg"] = torch.ones(70, dtype=dtype)
     state["optimizer"]["state"][0]["exp_avg"][69] = poison
@@ -284,13 +284,13 @@ def test_a_state_that_is_not_finite_is_refused_by_name(tmp_path: Path, poison: f
     assert not any(tmp_path.iterdir())
 
 
-def test_a_value_that_is_finite_and_large_is_no_fault(tmp_path: Path) -> None:
+def test_a_large_finite_value_is_accepted(tmp_path: Path) -> None:
     top = torch.finfo(torch.float32).max
     with CheckpointStore(tmp_path) as store:
         assert store.save({"model": {"w": torch.tensor([top, -top, top])}}, step=0).wait() is not None
 
 
-def test_clean_replaces_in_the_copy_only_and_marks_it(tmp_path: Path) -> None:
+def test_clean_replaces_values_only_in_the_copy_and_marks_it(tmp_path: Path) -> None:
     state = make_state()
     state["model"]["weight"][1] = torch.tensor([math.nan, math.inf])
     with CheckpointStore(tmp_path, clean_value=0.5) as store:
@@ -302,7 +302,7 @@ def test_clean_replaces_in_the_copy_only_and_marks_it(tmp_path: Path) -> None:
     assert state["model"]["weight"].isfinite().sum() == 4
 
 
-def test_what_may_be_nonfinite_is_saved_and_read(tmp_path: Path) -> None:
+def test_values_allowed_to_be_nonfinite_are_saved_and_read(tmp_path: Path) -> None:
     state = {"model": {"mask": torch.tensor([0.0, -math.inf])}}
     with CheckpointStore(tmp_path) as store:
         store.save(state, step=0, may_be_nonfinite={"model.mask"})
@@ -311,10 +311,10 @@ def test_what_may_be_nonfinite_is_saved_and_read(tmp_path: Path) -> None:
     assert torch.equal(found.state["model"]["mask"], state["model"]["mask"])
 
 
-# --- which ones stay ----------------------------------------------------------------------------------------------
+# --- which checkpoints are kept -----------------------------------------------------------------------------------
 
 
-def test_the_newest_the_best_and_every_nth_stay(tmp_path: Path) -> None:
+def test_the_newest_the_best_and_every_nth_are_kept(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, keep_last=2, keep_best=1, keep_every=4) as store:
         for step in range(1, 10):
             store.save(make_state(), step=step, metrics={"val_loss": abs(step - 3.2)})
@@ -325,7 +325,7 @@ def test_the_newest_the_best_and_every_nth_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, -math.inf])
-def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, loss: float) -> None:
+def test_a_nonfinite_loss_is_never_the_best(tmp_path: Path, loss: float) -> None:
     with CheckpointStore(tmp_path, keep_last=1) as store:
         store.save(make_state(), step=1, metrics={"val_loss": 0.4})
         store.save(make_state(), step=2, metrics={"val_loss": loss})
@@ -334,7 +334,7 @@ def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, loss: float
     assert store.best.step == 1
 
 
-def test_the_last_good_one_is_never_removed(tmp_path: Path) -> None:
+def test_the_last_good_checkpoint_is_never_removed(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, keep_last=1, keep_best=0, good_after=2) as store:
         save_steps(store, range(1))
         store.healthy_step(0)
@@ -348,7 +348,7 @@ def test_the_last_good_one_is_never_removed(tmp_path: Path) -> None:
     assert found.step == 0, "the newest is suspect"
 
 
-def test_an_unhealthy_step_while_it_is_written_is_not_forgotten(tmp_path: Path) -> None:
+def test_an_unhealthy_step_during_the_write_counts(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         save_steps(store, range(1))
         store.save(make_state(), step=1)
@@ -356,7 +356,7 @@ def test_an_unhealthy_step_while_it_is_written_is_not_forgotten(tmp_path: Path) 
     assert store.list()[-1].suspect == "step 1 was not healthy: the loss was nan"
 
 
-def test_with_proof_switched_off_a_checkpoint_is_good_as_soon_as_it_is_on_disk(tmp_path: Path) -> None:
+def test_with_proof_disabled_a_checkpoint_is_good_once_it_is_on_disk(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, good_after=5) as store:
         save_steps(store, range(1))
     with CheckpointStore(tmp_path, good_after=0) as store:
@@ -366,7 +366,7 @@ def test_with_proof_switched_off_a_checkpoint_is_good_as_soon_as_it_is_on_disk(t
     assert [(info.step, info.good, info.suspect) for info in store.list()] == [(0, True, None), (1, True, None)]
 
 
-def test_a_run_that_begins_anew_is_not_swallowed_by_an_older_one(tmp_path: Path) -> None:
+def test_a_restarted_run_is_not_hidden_by_an_older_one(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, keep_last=2) as store:
         save_steps(store, range(100, 103))
     with CheckpointStore(tmp_path, keep_last=2) as store:
@@ -377,7 +377,7 @@ def test_a_run_that_begins_anew_is_not_swallowed_by_an_older_one(tmp_path: Path)
     assert steps_of(store) == [1, 2]
 
 
-def test_a_step_that_is_saved_again_overwrites_nothing_until_it_is_there(tmp_path: Path) -> None:
+def test_saving_a_step_again_keeps_the_old_files_until_the_new_ones_are_complete(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         first = store.save(make_state(1.0), step=5).wait()
         second = store.save(make_state(2.0), step=5).wait()
@@ -400,7 +400,7 @@ def test_a_step_that_is_saved_again_overwrites_nothing_until_it_is_there(tmp_pat
     st.integers(0, 2),
     st.none() | st.integers(1, 5),
 )
-def test_removal_never_takes_the_last_good_nor_the_next_to_resume(
+def test_removal_never_takes_the_last_good_checkpoint_or_the_next_to_resume(
     rows: list[tuple[int, bool, bool, float | None]], last: int, best: int, every: int | None
 ) -> None:
     from steadygrad.checkpoint.catalogue import rank
@@ -429,7 +429,7 @@ def test_removal_never_takes_the_last_good_nor_the_next_to_resume(
 
 
 def damage(path: Path, rng: random.Random, *, cut: bool) -> None:
-    """Flip one bit of one file of a checkpoint, or cut the file short."""
+    """Flip one bit of one file of a checkpoint, or truncate the file."""
     files = [file for file in sorted(path.iterdir()) if file.name != "marks.json"]
     file = rng.choices(files, weights=[file.stat().st_size for file in files])[0]
     data = bytearray(file.read_bytes())
@@ -442,8 +442,8 @@ def damage(path: Path, rng: random.Random, *, cut: bool) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["bit flips", "truncations"])
-def test_damage_at_any_offset_is_caught_and_the_one_before_is_used(tmp_path: Path, cut: bool) -> None:
-    """500 random offsets over both kinds, over manifest, weights and state alike."""
+def test_damage_at_any_offset_is_detected_and_the_previous_checkpoint_is_used(tmp_path: Path, cut: bool) -> None:
+    """500 random offsets over both kinds, in manifest, weights and state."""
     with CheckpointStore(tmp_path / "whole", asynchronous=False) as store:
         save_steps(store, range(2))
     rng = random.Random(4)
@@ -462,17 +462,17 @@ def test_damage_at_any_offset_is_caught_and_the_one_before_is_used(tmp_path: Pat
         shutil.rmtree(copy)
 
 
-def test_when_all_are_damaged_that_is_an_error_with_every_reason(tmp_path: Path) -> None:
+def test_if_all_are_damaged_the_error_gives_every_reason(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         save_steps(store, range(2))
     for step in range(2):
         (tmp_path / f"step_{step:08d}" / "state.pt").unlink()
     with pytest.raises(CheckpointError, match=r"step_00000001: state\.pt cannot be read.*step_00000000"):
         CheckpointStore(tmp_path).load()
-    assert CheckpointStore(tmp_path).load() is None, "set aside, so that a restart begins anew"
+    assert CheckpointStore(tmp_path).load() is None, "set aside, so that a restart begins from scratch"
 
 
-def test_a_folder_without_a_manifest_was_never_finished(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_unfinished(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         save_steps(store, range(2))
     (tmp_path / "step_00000001" / "manifest.json").unlink()
@@ -483,7 +483,7 @@ def test_a_folder_without_a_manifest_was_never_finished(tmp_path: Path) -> None:
 
 
 def rehash(folder: Path) -> None:
-    """Make the manifest fit the files again, as somebody with bad intent would."""
+    """Make the manifest match the files again, as an attacker would."""
     manifest = read_manifest(folder)
     files = {}
     for name in manifest.files:
@@ -496,7 +496,7 @@ def rehash(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).render())
 
 
-def test_a_nonfinite_checkpoint_is_set_aside_though_its_hashes_fit(tmp_path: Path) -> None:
+def test_a_nonfinite_checkpoint_with_valid_hashes_is_set_aside(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         save_steps(store, range(2))
     file = tmp_path / "step_00000001" / "model.safetensors"
@@ -549,7 +549,7 @@ def test_a_malicious_pickle_is_refused_and_its_payload_does_not_run(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", "a/b", "manifest.json"])
-def test_a_manifest_that_points_elsewhere_is_not_followed(tmp_path: Path, name: str) -> None:
+def test_a_manifest_that_points_outside_is_not_followed(tmp_path: Path, name: str) -> None:
     with CheckpointStore(tmp_path) as store:
         path = store.save(make_state(), step=0).wait()
     assert path is not None
@@ -561,7 +561,7 @@ def test_a_manifest_that_points_elsewhere_is_not_followed(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize(("field", "value"), [("step", math.inf), ("about", {"a": math.nan}), ("about", [])])
-def test_a_manifest_with_odd_values_is_damaged(tmp_path: Path, field: str, value: object) -> None:
+def test_a_manifest_with_invalid_values_is_damaged(tmp_path: Path, field: str, value: object) -> None:
     with CheckpointStore(tmp_path) as store:
         path = store.save(make_state(), step=0).wait()
     assert path is not None
@@ -571,13 +571,13 @@ def test_a_manifest_with_odd_values_is_damaged(tmp_path: Path, field: str, value
         CheckpointStore(tmp_path).load(path=path)
 
 
-def test_state_pt_holds_no_code_to_begin_with(tmp_path: Path) -> None:
+def test_state_pt_contains_no_code(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         path = store.save(make_state(), step=0).wait()
     assert path is not None
     assert torch.serialization.get_unsafe_globals_in_checkpoint(path / "state.pt") == []
     with zipfile.ZipFile(path / "state.pt") as archive:
-        assert not any("/data/" in name for name in archive.namelist()), "tensors belong into safetensors"
+        assert not any("/data/" in name for name in archive.namelist()), "tensors belong in safetensors"
 
 
 # --- into a model -------------------------------------------------------------------------------------------------
@@ -597,7 +597,7 @@ def test_resume_names_what_does_not_fit(tmp_path: Path) -> None:
     assert found is not None
 
 
-def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_step_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         save_steps(store, range(2))
     with pytest.raises(CheckpointError, match="no checkpoint before step 9; it has 0, 1"):
@@ -610,7 +610,7 @@ def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) ->
 # --- crashes ------------------------------------------------------------------------------------------------------
 
 
-def test_leftovers_of_dead_processes_are_cleared_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
+def test_leftovers_of_dead_processes_are_removed_and_those_of_living_ones_kept(tmp_path: Path) -> None:
     dead, alive = tmp_path / ".writing-999999999-step_00000001", tmp_path / f".writing-{os.getppid()}-step_00000002"
     removing = tmp_path / ".removing-999999999-step_00000000"
     for folder in (dead, alive, removing):
@@ -623,7 +623,7 @@ def test_leftovers_of_dead_processes_are_cleared_and_those_of_living_ones_are_no
     assert (dead.exists(), alive.exists(), removing.exists()) == (False, True, False)
 
 
-def test_marks_that_are_damaged_count_as_none(tmp_path: Path) -> None:
+def test_damaged_marks_count_as_missing(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
         save_steps(store, range(1))
         store.mark_good(0)

@@ -1,4 +1,4 @@
-"""Clean: the copy is finite and otherwise the same, in every format; the original and what exists stay as they are."""
+"""Clean: the copy is finite and otherwise identical, in every format; the original and existing files are unchanged."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_torch_loads_the_copy_and_only_the_bad_elements_differ(write: Writer, tm
         assert torch.equal(loaded[name], torch.where(tensor.isfinite(), tensor, 0.5))
 
 
-def test_checksums_of_the_copy_fit(tmp_path: Path) -> None:
+def test_checksums_of_the_copy_match(tmp_path: Path) -> None:
     source = write_torch(tmp_path, make_weights())
     clean_checkpoint(source, tmp_path / "target.pt")
     with zipfile.ZipFile(tmp_path / "target.pt") as archive:
@@ -78,7 +78,7 @@ def test_a_distributed_copy_is_loaded_by_torch(tmp_path: Path) -> None:
     assert torch.equal(state["embed"], weights["embed"])
 
 
-def test_metadata_and_other_files_come_along(tmp_path: Path) -> None:
+def test_metadata_and_other_files_are_copied(tmp_path: Path) -> None:
     save_file(make_weights(), tmp_path / "a.safetensors", metadata={"format": "pt", "by": "me"})
     clean_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert b'"by":"me"' in (tmp_path / "b.safetensors").read_bytes()[:400]
@@ -89,7 +89,7 @@ def test_metadata_and_other_files_come_along(tmp_path: Path) -> None:
     assert (tmp_path / "copy" / "config.json").read_text() == "{}"
 
 
-def test_a_folder_with_several_checkpoints_is_cleaned_whole(tmp_path: Path) -> None:
+def test_all_checkpoints_of_a_folder_are_cleaned(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     write_safetensors(source, make_weights())
@@ -116,7 +116,7 @@ def test_every_dtype_is_repaired(dtype: torch.dtype, tmp_path: Path) -> None:
     assert loaded.to(torch.complex64).tolist() == [1.0, 1.5, 3.0, 0.0, -2.0]
 
 
-def test_every_layout_is_repaired_and_what_lies_between_stays(tmp_path: Path) -> None:
+def test_every_layout_is_repaired_and_bytes_between_elements_stay(tmp_path: Path) -> None:
     base = torch.randn(6, 8)
     base[2, 2], base[3, 3] = NAN, INF
     tied = torch.tensor([NAN, 1.0])
@@ -131,13 +131,13 @@ def test_every_layout_is_repaired_and_what_lies_between_stays(tmp_path: Path) ->
     assert loaded["gaps"].untyped_storage().nbytes() == base.untyped_storage().nbytes()
     whole = loaded["gaps"].as_strided((6, 8), (8, 1))
     assert whole[2, 2] == 0
-    assert whole[3, 3] == INF  # not an element of any tensor
+    assert whole[3, 3] == INF  # not an element of a tensor
     assert loaded["tied"].data_ptr() == loaded["also"].data_ptr()
     assert loaded["also"].tolist() == [0.0, 1.0]
     assert not loaded["turned"].any()
 
 
-def test_a_mask_stays(tmp_path: Path) -> None:
+def test_a_mask_of_infinities_stays(tmp_path: Path) -> None:
     mask = torch.full((4, 4), -INF).triu(1)
     save_file({"attn_mask": mask, "w": torch.tensor([NAN])}, tmp_path / "a.safetensors")
     clean_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
@@ -163,7 +163,7 @@ def save_own(folder: Path, weight: Tensor) -> Path:
 
 
 def forget_allowance(folder: Path) -> None:
-    """Make the checkpoint as a program of before the check would have left it: bad, with a manifest that fits."""
+    """Make the checkpoint as a program without checks would leave it: bad, with a matching manifest."""
     import dataclasses
 
     from steadygrad.disk.manifest import FileEntry, hash_file, start_pool
@@ -177,7 +177,7 @@ def forget_allowance(folder: Path) -> None:
     (folder / NAME).write_bytes(made.render())
 
 
-def test_a_checkpoint_of_ours_gets_a_manifest_that_fits_and_the_mark(tmp_path: Path) -> None:
+def test_our_checkpoint_gets_a_matching_manifest_and_the_mark(tmp_path: Path) -> None:
     source = save_own(tmp_path / "run", torch.tensor([1.0, NAN, INF]))
     forget_allowance(source)
     assert [tensor.name for tensor in scan_checkpoint(source).bad_tensors] == ["model.w"]
@@ -190,11 +190,11 @@ def test_a_checkpoint_of_ours_gets_a_manifest_that_fits_and_the_mark(tmp_path: P
     assert scan_checkpoint(tmp_path / "target").is_clean
 
 
-def test_what_was_saved_as_not_finite_on_purpose_is_no_finding(tmp_path: Path) -> None:
+def test_values_saved_as_nonfinite_on_purpose_are_not_a_finding(tmp_path: Path) -> None:
     assert scan_checkpoint(save_own(tmp_path, torch.tensor([1.0, NAN]))).is_clean
 
 
-def test_a_damaged_checkpoint_of_ours_is_found_and_not_blessed(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_ours_is_found_and_not_repaired_silently(tmp_path: Path) -> None:
     source = save_own(tmp_path / "run", torch.ones(100))
     data = bytearray((source / "model.safetensors").read_bytes())
     data[-7] ^= 1
@@ -207,10 +207,10 @@ def test_a_damaged_checkpoint_of_ours_is_found_and_not_blessed(tmp_path: Path) -
     assert main(["scan", str(source)]) == 1
 
 
-# --- what exists stays --------------------------------------------------------------------------------------------
+# --- existing files stay ------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_exists_stays_unless_forced(tmp_path: Path) -> None:
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     source, target = write_torch(tmp_path, make_weights()), tmp_path / "target.pt"
     target.write_text("precious")
     with pytest.raises(CheckpointError, match=r"exists and was not changed"):
@@ -222,7 +222,7 @@ def test_a_file_that_exists_stays_unless_forced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_never_in_place_whatever_it_is_called(force: bool, tmp_path: Path) -> None:
+def test_the_original_is_never_overwritten_under_any_name(force: bool, tmp_path: Path) -> None:
     source = write_torch(tmp_path, make_weights())
     folder = write_shards(tmp_path, make_weights())
     (tmp_path / "link.pt").symlink_to(source)
@@ -236,7 +236,7 @@ def test_never_in_place_whatever_it_is_called(force: bool, tmp_path: Path) -> No
     assert snapshot(tmp_path) == before
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_torch(tmp_path, make_weights())
 
     def fail(descriptor: int) -> None:
@@ -251,7 +251,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_it_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_it_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = write_torch(tmp_path, make_weights()), tmp_path / "target.pt"
     assert main(["clean", str(source), str(target), "--value", "0.25"]) == 0
     assert "bad: 3 replaced by 0.25" in capsys.readouterr().out
@@ -267,11 +267,11 @@ def test_the_command_says_what_it_replaced(tmp_path: Path, capsys: pytest.Captur
     assert main(["scan", str(target)]) == 0
 
 
-def test_an_old_file_whose_elements_lie_askew_is_refused_and_left_alone(tmp_path: Path) -> None:
-    """Some of four lengths of a name put the elements where no float can be written in place."""
+def test_an_old_file_with_unaligned_elements_is_refused_and_kept(tmp_path: Path) -> None:
+    """For some name lengths the elements are unaligned, and no float can be written in place."""
     x = torch.randn(50, 7)
     x[3, 1] = NAN
-    told = []
+    messages = []
     for length in range(1, 5):
         path = tmp_path / f"old{length}.pt"
         torch.save({"a" * length: x[:, :2]}, path, _use_new_zipfile_serialization=False)
@@ -279,7 +279,7 @@ def test_an_old_file_whose_elements_lie_askew_is_refused_and_left_alone(tmp_path
         try:
             clean_checkpoint(path, tmp_path / f"out{length}.pt")
         except UnsupportedError as error:
-            told.append(str(error))
+            messages.append(str(error))
         assert path.read_bytes() == before
-    assert told
-    assert all("torch.save" in text for text in told)
+    assert messages
+    assert all("torch.save" in text for text in messages)

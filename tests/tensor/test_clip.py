@@ -1,4 +1,4 @@
-"""What holds for every clip strategy: no host read, state that a bad step cannot touch, exact resume, honest ratios."""
+"""What every clip strategy guarantees: no host read, state safe from bad steps, exact resume, true ratios."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 class Model:
-    """Parameters whose gradients the test sets, and their Meter."""
+    """Parameters whose gradients the test sets, with their Meter."""
 
     def __init__(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         self.random = torch.Generator().manual_seed(seed)
@@ -72,7 +72,7 @@ class Model:
         return [parameter.grad for _, parameter in self.named if parameter.grad is not None]
 
     def step(self, size: float = 1.0, *, poison: float | None = None, loss: float = 1.0) -> Measurement:
-        """Fresh gradients of about `size`, perhaps with one bad element."""
+        """Set new gradients of about `size`, optionally with one bad element."""
         for _, parameter in self.named:
             parameter.grad = self.draw(tuple(parameter.shape)) * size
         if poison is not None:
@@ -83,7 +83,7 @@ class Model:
 
 
 def run(clipper: Clipper, model: Model, num_steps: int) -> list[Tensor]:
-    """Clip healthy steps with a spike now and then; the coefficients."""
+    """Clip healthy steps with occasional spikes; return the coefficients."""
     return [clipper.clip(model.step(30.0 if i % 7 == 6 else 1.0)) for i in range(num_steps)]
 
 
@@ -100,7 +100,7 @@ def assert_same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 class HostReadError(AssertionError):
-    """A tensor's value was asked for on the host."""
+    """A tensor's value was read on the host."""
 
 
 class NoHostRead(TorchDispatchMode):
@@ -125,7 +125,7 @@ class NoHostRead(TorchDispatchMode):
     "read",
     [Tensor.item, bool, float, torch.nonzero, lambda t: torch.equal(t, t), lambda t: torch.ones(1)[t.bool().view(1)]],
 )
-def test_the_watch_for_host_reads_sees_them(read: Callable[[Tensor], object]) -> None:
+def test_host_reads_are_detected(read: Callable[[Tensor], object]) -> None:
     value = torch.tensor(1.0)
     with NoHostRead(), pytest.raises(HostReadError):
         read(value)
@@ -141,8 +141,8 @@ def test_clipping_never_reads_back_to_the_host(kind: str, device: torch.device) 
 
 
 @every_strategy
-def test_clipping_works_on_tensors_that_hold_no_data(kind: str) -> None:
-    # On the meta device there is nothing to read: tolist() and numpy(), which no dispatch mode sees, fail here.
+def test_clipping_works_on_tensors_without_data(kind: str) -> None:
+    # On the meta device there is nothing to read: tolist() and numpy(), invisible to dispatch modes, fail here.
     parameters = [torch.empty(shape, device="meta") for shape in SHAPES.values()]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -167,7 +167,7 @@ def test_clipping_works_on_tensors_that_hold_no_data(kind: str) -> None:
 @every_strategy
 def test_clipping_never_makes_cuda_wait(kind: str) -> None:
     clipper, model = build_clipper(STRATEGIES[kind]), Model("cuda")
-    clipper.clip(model.step())  # the first step may make state
+    clipper.clip(model.step())  # the first step may create state
     m = model.step(30.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -200,7 +200,7 @@ def test_a_bad_step_leaves_the_state_bit_identical(
 
 
 @every_stateful_strategy
-def test_bad_steps_are_as_if_they_had_never_come(kind: str) -> None:
+def test_bad_steps_leave_no_trace_in_later_coefficients(kind: str) -> None:
     disturbed, calm = build_clipper(STRATEGIES[kind]), build_clipper(STRATEGIES[kind])
     one, other, noise = Model(), Model(), Model(seed=1)
     for i in range(40):
@@ -223,7 +223,7 @@ def test_a_bad_first_step_is_survived(kind: str) -> None:
 
 @every_strategy
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_the_coefficient_is_a_number_in_0_1_even_on_a_bad_step(kind: str, poison: float, device: torch.device) -> None:
+def test_the_coefficient_is_between_0_and_1_even_on_a_bad_step(kind: str, poison: float, device: torch.device) -> None:
     clipper, model = build_clipper(STRATEGIES[kind]), Model(device)
     for i in range(20):
         coefficient = clipper.clip(model.step(10.0 ** (i % 9 - 4), poison=poison if i % 2 else None))
@@ -234,7 +234,7 @@ def test_the_coefficient_is_a_number_in_0_1_even_on_a_bad_step(kind: str, poison
 
 
 @every_stateful_strategy
-def test_the_state_holds_no_nonfinite_value_at_any_time(kind: str) -> None:
+def test_the_state_never_has_a_nonfinite_value(kind: str) -> None:
     # A checkpoint is scanned for them, so "empty" must not be spelled inf.
     clipper, model = build_clipper(STRATEGIES[kind]), Model()
     for i in range(12):
@@ -247,7 +247,7 @@ def test_the_state_holds_no_nonfinite_value_at_any_time(kind: str) -> None:
 
 
 @every_strategy
-def test_zero_gradients_are_told_as_not_clipped(kind: str) -> None:
+def test_zero_gradients_are_reported_as_not_clipped(kind: str) -> None:
     clipper, model = build_clipper(STRATEGIES[kind]), Model()
     for _ in range(3):
         m = model.step(0.0)
@@ -304,7 +304,7 @@ def test_before_the_first_step_the_state_is_empty(kind: str) -> None:
 
 
 @every_stateful_strategy
-def test_a_saved_state_is_no_alias_of_the_live_one(kind: str) -> None:
+def test_a_saved_state_shares_no_memory_with_the_live_one(kind: str) -> None:
     clipper, model = build_clipper(STRATEGIES[kind]), Model()
     run(clipper, model, 10)
     saved = clipper.state_dict()
@@ -340,11 +340,11 @@ def test_the_state_of_another_strategy_is_refused_and_changes_nothing(kind: str)
     assert_same_state(clipper.state_dict(), before)
 
 
-# --- the seam ------------------------------------------------------------------------------------------------------
+# --- the interface -------------------------------------------------------------------------------------------------
 
 
 @every_strategy
-def test_only_the_strategies_that_say_so_edit_gradients(kind: str) -> None:
+def test_only_declared_strategies_edit_gradients(kind: str) -> None:
     clipper, model = build_clipper(STRATEGIES[kind]), Model()
     run(clipper, model, 10)
     m = model.step(30.0)
@@ -358,7 +358,7 @@ def test_only_the_strategies_that_say_so_edit_gradients(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["value", "adaptive_unit", "adagc"])
-def test_the_coefficient_told_is_the_norm_after_over_the_norm_before(kind: str, device: torch.device) -> None:
+def test_the_reported_coefficient_is_the_norm_after_over_the_norm_before(kind: str, device: torch.device) -> None:
     clipper, model = build_clipper(STRATEGIES[kind]), Model(device)
     num_clipped = 0
     for i in range(20):
@@ -386,7 +386,7 @@ def test_the_coefficient_told_is_the_norm_after_over_the_norm_before(kind: str, 
     ids=lambda s: s.kind,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_clipping_that_does_not_engage_is_told_as_exactly_1_and_changes_no_bit(
+def test_inactive_clipping_is_reported_as_exactly_1_and_changes_no_bit(
     settings: ClipStrategy, dtype: torch.dtype, device: torch.device
 ) -> None:
     clipper, model = build_clipper(settings), Model(device, dtype)
@@ -410,7 +410,7 @@ def test_fixed_norm_has_the_coefficient_of_clip_grad_norm(size: float) -> None:
     torch.testing.assert_close(before * coefficient, model.gradients()[1], rtol=1e-13, atol=0)
 
 
-def test_a_norm_on_its_threshold_is_not_clipped_by_shrink_but_is_by_limit() -> None:
+def test_a_norm_equal_to_its_threshold_is_clipped_by_limit_but_not_by_shrink() -> None:
     norm = torch.tensor(1e-7, dtype=torch.float64)
     assert shrink(norm, norm).item() == 1.0
     assert limit(norm, norm).item() < 0.1
@@ -420,7 +420,7 @@ def test_a_norm_on_its_threshold_is_not_clipped_by_shrink_but_is_by_limit() -> N
 @pytest.mark.parametrize(
     ("before", "after"), [(1.0, 1.0), (1.0, 1.0 + 1e-9), (1.0, 0.0), (1.0, math.nan), (math.inf, 1.0)]
 )
-def test_a_ratio_of_engaged_clipping_lies_strictly_between_0_and_1(before: float, after: float) -> None:
+def test_the_ratio_of_active_clipping_is_strictly_between_0_and_1(before: float, after: float) -> None:
     numbers = torch.tensor([before, after], dtype=torch.float64)
     assert 0 < find_ratio(numbers[0], numbers[1], torch.tensor(True)).item() < 1
     assert find_ratio(numbers[0], numbers[1], torch.tensor(False)).item() == 1

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def measure(**gradients: Tensor) -> Measurement:
-    """Measure `gradients`; each parameter is zeros unless `with_weights` is used."""
+    """Measure `gradients`; each parameter is zero unless `with_weights` is used."""
     return with_weights({name: (torch.zeros(g.shape, dtype=g.dtype), g) for name, g in gradients.items()})
 
 
@@ -54,7 +54,7 @@ def test_value_clamps_as_clip_grad_value_does(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (100_003,)])
-def test_value_tells_the_ratio_of_any_shape(shape: tuple[int, ...]) -> None:
+def test_value_reports_the_ratio_for_any_shape(shape: tuple[int, ...]) -> None:
     gradient = torch.randn(shape) * 3
     before = torch.linalg.vector_norm(gradient.double())
 
@@ -94,7 +94,7 @@ def test_value_clamps_the_sum_of_a_sparse_gradient_not_its_parts() -> None:
     assert coefficient.item() == pytest.approx(math.sqrt(1 + 1 + 0.09 + 0.25) / before, rel=1e-6)
 
 
-def test_value_names_the_complex_parameter_that_it_refuses_and_touches_no_gradient() -> None:
+def test_value_refuses_a_complex_parameter_by_name_and_changes_no_gradient() -> None:
     plain = torch.tensor([9.0])
     m = measure(plain=plain, **{"fourier.weight": torch.randn(3, dtype=torch.complex64)})
     with pytest.raises(UnsupportedError, match=r"'fourier\.weight' is torch\.complex64"):
@@ -106,7 +106,7 @@ def test_value_names_the_complex_parameter_that_it_refuses_and_touches_no_gradie
 
 
 def clip_units_plainly(weight: Tensor, gradient: Tensor, ratio: float, eps: float) -> Tensor:
-    """AGC unit by unit, in float64."""
+    """AGC for each unit, in float64."""
     weight, gradient = weight.detach().double(), gradient.double()
     if gradient.dim() < 2:
         largest, norm = ratio * max(weight.norm().item(), eps), gradient.norm().item()
@@ -117,7 +117,7 @@ def clip_units_plainly(weight: Tensor, gradient: Tensor, ratio: float, eps: floa
 
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
-"""One rounding to the dtype; the weight norms are summed in fp32, which bounds float64 too."""
+"""One rounding to the dtype; the weight norms are summed in fp32, which limits float64 too."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,7 +134,7 @@ def test_agc_clips_each_unit_to_its_share(shape: tuple[int, ...], dtype: torch.d
     torch.testing.assert_close(gradient.double(), expected, rtol=TOLERANCE[dtype], atol=absolute)
 
 
-def test_agc_clips_the_large_unit_and_leaves_its_neighbour() -> None:
+def test_agc_clips_the_large_unit_and_not_its_neighbour() -> None:
     weight, gradient = torch.ones(2, 4), torch.tensor([[0.001] * 4, [5.0] * 4])
     build_clipper(AdaptiveUnitClip(ratio=0.01)).clip(with_weights({"w": (weight, gradient)}))
     torch.testing.assert_close(gradient, torch.tensor([[0.001] * 4, [0.01] * 4]))
@@ -147,13 +147,13 @@ def test_agc_reads_a_transposed_gradient_by_its_rows() -> None:
     torch.testing.assert_close(memory.t().double(), expected, rtol=1e-6, atol=0)
 
 
-def test_agc_lets_a_unit_that_starts_at_zero_move() -> None:
+def test_agc_lets_a_zero_unit_move() -> None:
     gradient = torch.randn(3, 4)
     build_clipper(AdaptiveUnitClip(ratio=0.01, eps=1e-3)).clip(measure(w=gradient))
     torch.testing.assert_close(gradient.norm(dim=1), torch.full((3,), 0.01 * 1e-3), rtol=1e-5, atol=0)
 
 
-def test_agc_leaves_out_parameters_by_part_of_their_name_and_still_counts_them() -> None:
+def test_agc_skips_parameters_by_part_of_their_name_and_still_counts_them() -> None:
     body, head = torch.full((2, 2), 3.0), torch.full((2, 2), 4.0)
     m = with_weights({"body.weight": (torch.ones(2, 2), body), "head.weight": (torch.ones(2, 2), head)})
 
@@ -165,7 +165,7 @@ def test_agc_leaves_out_parameters_by_part_of_their_name_and_still_counts_them()
     assert coefficient.item() == pytest.approx(after / math.hypot(6.0, 8.0), rel=1e-6)
 
 
-def test_agc_with_everything_left_out_does_nothing() -> None:
+def test_agc_with_every_parameter_skipped_does_nothing() -> None:
     gradient = torch.full((2, 2), 1e3)
     assert build_clipper(AdaptiveUnitClip(exclude=("",))).clip(measure(w=gradient)).item() == 1.0
     assert torch.equal(gradient, torch.full((2, 2), 1e3))
@@ -177,7 +177,7 @@ def test_agc_scales_a_huge_finite_gradient_instead_of_zeroing_it() -> None:
     torch.testing.assert_close(gradient, torch.tensor([[0.1, -0.1], [1e-3, 0.0]]))
 
 
-def test_agc_never_turns_a_finite_gradient_bad_because_of_its_weight() -> None:
+def test_agc_never_makes_a_finite_gradient_nonfinite_because_of_its_weight() -> None:
     gradient = torch.randn(3, 2)
     weight = torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [1e30, 1e30]])
     build_clipper(AdaptiveUnitClip()).clip(with_weights({"w": (weight, gradient)}))
@@ -199,7 +199,7 @@ def test_agc_clips_the_rows_of_a_sparse_gradient() -> None:
     assert coefficient.item() == pytest.approx((expected.norm() / before).item(), rel=1e-6)
 
 
-def test_agc_names_the_sparse_parameter_whose_units_it_cannot_tell() -> None:
+def test_agc_names_a_sparse_parameter_with_unknown_units() -> None:
     gradient = torch.eye(3).to_sparse()
     with pytest.raises(UnsupportedError, match=r"'graph\.edges' is sparse"):
         build_clipper(AdaptiveUnitClip()).clip(measure(**{"graph.edges": gradient}))
@@ -247,7 +247,7 @@ def test_adagc_clips_a_huge_finite_gradient_to_its_average() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2)])
-def test_a_factor_that_fp16_cannot_hold_does_not_zero_an_fp16_gradient(shape: tuple[int, ...]) -> None:
+def test_a_factor_too_small_for_fp16_does_not_zero_an_fp16_gradient(shape: tuple[int, ...]) -> None:
     gradient = torch.full(shape, 60000.0, dtype=torch.float16)
     scale_gradients([gradient], torch.tensor([1e-9], dtype=torch.float64), [1])
     torch.testing.assert_close(gradient, torch.full(shape, 6e-5, dtype=torch.float16), rtol=2**-9, atol=0)
@@ -278,7 +278,7 @@ def test_edits_reach_the_gradients_of_parameters_that_require_grad(settings: Cli
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gradients_are_multiplied_by_the_factor_as_it_is(dtype: torch.dtype) -> None:
+def test_half_precision_gradients_are_multiplied_by_the_unrounded_factor(dtype: torch.dtype) -> None:
     factor = 0.3337  # 0.333984375 in bfloat16, 0.33374... in float16
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(257, generator=generator).to(dtype) for _ in range(3)]
@@ -288,5 +288,5 @@ def test_half_precision_gradients_are_multiplied_by_the_factor_as_it_is(dtype: t
     multiply([*gradients, sparse], factor)
 
     for found, wanted in zip((*gradients, sparse.coalesce().values()), expected):
-        # one rounding: to the nearest number of the dtype, or its neighbour where fp32 lies between
+        # one rounding: to the nearest number of the dtype, or its neighbour if fp32 is in between
         torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps / 2, atol=0)

@@ -1,4 +1,4 @@
-"""OutlierClip: what is usual in a run is not clipped, however far it lies from the median; what is not usual is."""
+"""OutlierClip: norms usual for the run are not clipped at any distance from the median; unusual ones are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steadygrad.clip.outliers import NO_LIMIT, OutlierClipper
 
 
 def find_clipped(norms: Sequence[float], clipper: OutlierClipper | None = None) -> list[int]:
-    """The steps of a run with these norms that are clipped."""
+    """Return the clipped steps of a run with these norms."""
     clipper = OutlierClipper(OutlierClip()) if clipper is None else clipper
     clipped = []
     for step, norm in enumerate(norms):
@@ -23,7 +23,7 @@ def find_clipped(norms: Sequence[float], clipper: OutlierClipper | None = None) 
 
 
 def swing(step: int) -> float:
-    """Between a fifth and five, as norms of single episodes do."""
+    """Noise between a fifth and five, as in norms of single episodes."""
     return 5.0 ** math.sin(1.7 * step)
 
 
@@ -35,26 +35,26 @@ def test_spikes_are_clipped_one_after_the_other() -> None:
     assert find_clipped([300.0 if step in spikes else norm for step, norm in enumerate(STEADY)]) == list(spikes)
 
 
-def test_norms_that_grow_with_the_episodes_are_not_outliers() -> None:
-    """An actor-critic's: 4 for 150 episodes of ten moves, then 400 within sixty more, with swings at all times."""
+def test_norms_growing_with_the_episodes_are_not_outliers() -> None:
+    """An actor-critic: 4 for 150 episodes of ten moves, then 400 within another sixty, swinging all the time."""
     norms = [4.0 * swing(step) * 100.0 ** min(1.0, max(0.0, (step - 150) / 60)) for step in range(300)]
     assert max(norms) > 100 * sorted(norms[:150])[75]
     assert find_clipped(norms) == []
 
 
-def test_a_level_that_stays_becomes_the_usual_one() -> None:
+def test_a_lasting_level_becomes_usual() -> None:
     clipped = find_clipped([*STEADY, *(1000.0 * norm for norm in STEADY)])
     assert clipped == list(range(200, 200 + len(clipped)))
     assert 32 <= len(clipped) <= 34
 
 
-def test_nothing_is_clipped_before_enough_is_known() -> None:
+def test_nothing_is_clipped_before_enough_norms_are_known() -> None:
     clipper = OutlierClipper(OutlierClip(warmup=32))
     assert find_clipped([1.0, 1e6] * 16, clipper) == []
     assert clipper.constant_norm == NO_LIMIT
 
 
-def test_a_loaded_clipper_clips_as_the_saved_one_would() -> None:
+def test_a_loaded_clipper_clips_like_the_saved_one() -> None:
     norms = [*STEADY[:150], *(500.0 for _ in range(20))]
     saved = OutlierClipper(OutlierClip())
     find_clipped(norms, saved)

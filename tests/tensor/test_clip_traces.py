@@ -1,4 +1,4 @@
-"""ZClip, AutoClip and AdaGC against their formulas in plain Python, over traces of norms with spikes and bad steps."""
+"""ZClip, AutoClip and AdaGC compared with their formulas in plain Python, on traces of norms with spikes and NaNs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from steadygrad.errors import UsageError
 from steadygrad.measure import Measurement, Meter
 
 NUM_STEPS = 300
-# float64 on both sides; the recurrences are contractions, so rounding does not build up over the steps.
+# float64 on both sides; the recurrences are contractions, so rounding errors do not accumulate.
 EXACT = {"rel": 1e-12, "abs": 0.0}
 
 
 @dataclass(frozen=True)
 class Step:
-    """Norms by parameter name, and what is wrong with the step."""
+    """Norms by parameter name, and what is wrong with the step, if anything."""
 
     norms: dict[str, float]
     poison: float | None = None
@@ -38,7 +38,7 @@ class Step:
 
 
 def make_trace(seed: int, names: tuple[str, ...] = ("w",), *, scale: float = 1.0) -> list[Step]:
-    """Log-normal norms, one in 15 a spike, one in 12 bad, one in 25 zero; parameters come and go, if there are more."""
+    """Log-normal norms, one in 15 a spike, one in 12 bad, one in 25 zero; with several parameters, they come and go."""
     rng = random.Random(seed)
     steps = []
     for i in range(NUM_STEPS):
@@ -54,7 +54,7 @@ def make_trace(seed: int, names: tuple[str, ...] = ("w",), *, scale: float = 1.0
 
 
 class Player:
-    """Plays a trace: gradients of the norms asked for, in float64, so that they are those norms to the last bits."""
+    """Plays a trace: float64 gradients with exactly the given norms."""
 
     def __init__(self, *names: str) -> None:
         self.parameters = {name: torch.zeros(3, dtype=torch.float64, requires_grad=True) for name in names}
@@ -79,7 +79,7 @@ def bound(norm: float, max_norm: float | None) -> float:
 
 
 class PlainZClip:
-    """The paper's procedure with a list for the warm-up; steps that are bad or have no gradient are not given to it."""
+    """The paper's procedure with a list for the warm-up; it never sees bad steps or steps without a gradient."""
 
     def __init__(self, s: ZClip) -> None:
         self.s, self.collected, self.mean, self.variance, self.num_spikes = s, list[float](), 0.0, 0.0, 0
@@ -120,7 +120,7 @@ def test_zclip_follows_the_formula_over_a_trace(settings: ZClip, seed: int) -> N
             plain.admit(plain.target(step.norm))
         state = clipper.state_dict()
         assert state["mean"].item() == pytest.approx(plain.mean, **EXACT)
-        # The variance of the first few norms is a difference of nearly equal numbers.
+        # The variance of the first norms is a difference of nearly equal numbers.
         assert state["variance"].item() == pytest.approx(plain.variance, rel=1e-9, abs=1e-15)
     assert plain.num_spikes > 2
 
@@ -142,7 +142,7 @@ def test_zclip_warms_up_by_healthy_steps_only() -> None:
         clipper.clip(player.play(Step({"w": 1.0}, poison=math.nan)))
         clipper.clip(player.play(Step({"w": 0.0})))
     assert clipper.state_dict()["count"].item() == 3
-    assert clipper.clip(player.play(Step({"w": 50.0}))).item() == 1.0  # the fourth one still only collects
+    assert clipper.clip(player.play(Step({"w": 50.0}))).item() == 1.0  # the fourth one is still warm-up
     assert clipper.clip(player.play(Step({"w": 1e4}))).item() < 1.0
 
 
@@ -172,7 +172,7 @@ def test_autoclip_clips_at_the_percentile_of_numpy_over_a_trace(settings: AutoCl
     assert num_clipped > 5
 
 
-def test_autoclip_forgets_what_left_the_window() -> None:
+def test_autoclip_forgets_norms_outside_the_window() -> None:
     clipper, player = build_clipper(AutoClip(percentile=0.0, window=4)), Player("w")
     clipper.clip(player.play(Step({"w": 0.5})))
     seen = [clipper.clip(player.play(Step({"w": 1.0}))).item() for _ in range(5)]
@@ -190,7 +190,7 @@ def test_autoclip_refuses_a_state_of_another_window() -> None:
 
 
 class PlainAdaGC:
-    """The paper's procedure, one dictionary entry a tensor."""
+    """The paper's procedure, with one dictionary entry per tensor."""
 
     def __init__(self, s: AdaGC) -> None:
         self.s, self.gamma, self.count = s, dict[str, float](), dict[str, int]()
@@ -249,7 +249,7 @@ def test_adagc_gives_a_late_parameter_its_own_warm_up() -> None:
     assert norms == pytest.approx({"old": 0.5, "new": 1.0})
 
 
-def test_adagc_state_finds_its_parameters_by_name_in_another_order() -> None:
+def test_adagc_matches_its_state_by_parameter_name_in_another_order() -> None:
     clipper, player = build_clipper(AdaGC(warmup=2)), Player("a", "b")
     for _ in range(5):
         clipper.clip(player.play(Step({"a": 0.1, "b": 0.4})))
@@ -281,7 +281,7 @@ def test_adagc_refuses_names_and_tensors_that_do_not_match() -> None:
     "settings", [ZClip(), AutoClip(percentile=50.0, window=64), AdaGC(warmup=40)], ids=lambda s: s.kind
 )
 @pytest.mark.parametrize("at", [0, 17, 150])
-def test_saving_and_restoring_in_a_trace_changes_no_bit(settings: ZClip | AutoClip | AdaGC, at: int) -> None:
+def test_saving_and_restoring_within_a_trace_changes_no_bit(settings: ZClip | AutoClip | AdaGC, at: int) -> None:
     trace = make_trace(3, NAMES)
     whole, player = build_clipper(settings), Player(*NAMES)
     expected = [whole.clip(player.play(step)) for step in trace]

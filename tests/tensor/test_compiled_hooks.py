@@ -1,4 +1,4 @@
-"""torch.compile beside a guard: none of our functions is traced, also not in the steps that are looked at."""
+"""torch.compile with a guard: our functions are never traced, even in steps with a look."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = str(Path(steadygrad.__file__).parent)
     not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"), reason="this torch cannot leave functions alone"
 )
 @pytest.mark.parametrize("in_place", [False, True])
-def test_torch_compile_traces_no_hook_of_ours(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_traces_none_of_our_hooks(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo import convert_frame
 
     traced: list[str] = []

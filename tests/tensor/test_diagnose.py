@@ -1,4 +1,4 @@
-"""diagnose: what it leaves behind (nothing), what it survives, what it says about itself."""
+"""diagnose: it leaves no trace, survives odd programs, and describes what it found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 class Restless(nn.Module):
-    """A forward that changes everything it can reach."""
+    """A forward that changes everything within reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Restless(nn.Module):
 
 
 @pytest.mark.parametrize("ending", ["nan", "healthy", "raises"])
-def test_weights_buffers_gradients_generators_and_batch_are_as_before(ending: str) -> None:
+def test_weights_buffers_gradients_generators_and_batch_are_unchanged(ending: str) -> None:
     model = Restless()
     x = torch.randn(6, 4)
     model.fc.weight.grad = torch.full_like(model.fc.weight, 7.0)
@@ -101,12 +101,12 @@ def test_weights_buffers_gradients_generators_and_batch_are_as_before(ending: st
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
-def test_an_optimizer_that_is_tried_is_as_before(kind: Any) -> None:
+def test_a_replayed_optimizer_is_unchanged(kind: Any) -> None:
     model = linear()
     settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     optimizer = kind(model.parameters(), lr=0.1, **settings)
     x = torch.randn(5, 4)
-    for attempt in range(2):  # the first time without any state
+    for attempt in range(2):  # first without any state
         before, state = snapshot(model), copy.deepcopy(optimizer.state_dict())
         assert diagnose(lambda x: model(x).square().mean(), x, optimizer=optimizer) is None
         assert_unchanged(before, snapshot(model))
@@ -116,7 +116,7 @@ def test_an_optimizer_that_is_tried_is_as_before(kind: Any) -> None:
             optimizer.step()
 
 
-def test_a_function_that_steps_its_optimizer_leaves_no_trace_of_it() -> None:
+def test_a_function_that_steps_its_optimizer_leaves_no_trace() -> None:
     model = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     x = bad_batch()
@@ -136,7 +136,7 @@ def test_a_function_that_steps_its_optimizer_leaves_no_trace_of_it() -> None:
     assert len(optimizer.state) == 0
 
 
-def test_the_gradients_of_a_second_model_are_left_alone() -> None:
+def test_the_gradients_of_a_second_model_are_unchanged() -> None:
     model, other = linear(), nn.Linear(3, 1)
     other.weight.grad = torch.ones(1, 3)
 
@@ -147,7 +147,7 @@ def test_the_gradients_of_a_second_model_are_left_alone() -> None:
     assert other.bias.grad is None
 
 
-def test_an_optimizer_inside_of_backward_does_not_step() -> None:
+def test_an_optimizer_step_inside_backward_is_suppressed() -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     stepped = []
@@ -164,10 +164,10 @@ def test_an_optimizer_inside_of_backward_does_not_step() -> None:
     assert not stepped
     assert torch.equal(model.weight, before)
     model(torch.ones(1, 4)).sum().backward()
-    assert stepped == [1]  # and it does again afterwards
+    assert stepped == [1]  # and it steps again afterwards
 
 
-def test_a_graph_that_is_still_alive_can_go_backward_afterwards() -> None:
+def test_a_live_graph_can_run_backward_afterwards() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     alive = model(torch.randn(5, 4)).square().mean()
 
@@ -180,7 +180,7 @@ def test_a_graph_that_is_still_alive_can_go_backward_afterwards() -> None:
     alive.backward()
 
 
-# --- what it must not break on ---------------------------------------------------------------------------------------
+# --- what it must survive --------------------------------------------------------------------------------------------
 
 
 def test_a_compiled_model_is_replayed_eagerly() -> None:
@@ -189,7 +189,7 @@ def test_a_compiled_model_is_replayed_eagerly() -> None:
     compiled(torch.randn(2, 4))
 
     cause = diagnose(break_at_zero, compiled, bad_batch(), model=compiled)
-    torch._dynamo.reset()  # what is compiled counts for the whole process
+    torch._dynamo.reset()  # compiling affects the whole process
 
     assert cause is not None
     assert (cause.op, cause.phase, cause.module) == ("aten.sqrt", "backward", None)
@@ -197,8 +197,8 @@ def test_a_compiled_model_is_replayed_eagerly() -> None:
     assert cause.reproducible == "yes, the same kind (software, not hardware)"
 
 
-def test_a_compiled_model_that_the_function_refers_to_is_replayed_too() -> None:
-    """A compiled model has `__len__`, which raises where its module has none."""
+def test_a_compiled_model_used_by_the_function_is_replayed_too() -> None:
+    """A compiled model has `__len__`, which raises if its module has none."""
     compiled = torch.compile(linear(), backend="eager")
 
     def step(x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def test_data_parallel_is_replayed_as_its_module() -> None:
     assert (cause.op, cause.module) == ("aten.sqrt", "")
 
 
-def test_sparse_gradients_are_looked_at() -> None:
+def test_sparse_gradients_are_inspected() -> None:
     table = nn.Embedding(10, 4, sparse=True)
     with torch.no_grad():
         table.weight[3] = 0.0
@@ -239,7 +239,7 @@ def test_sparse_gradients_are_looked_at() -> None:
     assert (cause.op, cause.phase, cause.samples) == ("aten.sqrt", "backward", (1,))
 
 
-def test_complex_tensors_are_looked_at() -> None:
+def test_complex_tensors_are_inspected() -> None:
     model = linear()
 
     cause = diagnose(lambda x: (torch.fft.fft(model(x)) / x.sum(-1, keepdim=True)).abs().sum(), bad_batch())
@@ -261,7 +261,7 @@ def test_functional_transforms_do_not_stop_it() -> None:
     assert (cause.op, cause.phase) == ("aten.sqrt", "backward")
 
 
-def test_many_ranks_are_refused_with_the_reason() -> None:
+def test_several_ranks_are_refused_with_the_reason() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -275,7 +275,7 @@ def test_many_ranks_are_refused_with_the_reason() -> None:
     assert "2 ranks train together" in cause.note
 
 
-def test_an_op_that_refuses_to_compute_is_named() -> None:
+def test_an_op_that_raises_is_named() -> None:
     model = linear()
 
     def step(x: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def test_an_op_that_refuses_to_compute_is_named() -> None:
     assert "LinAlgError" in cause.symptom
 
 
-def test_a_nan_that_makes_linear_algebra_raise_is_followed_to_its_birth() -> None:
+def test_a_nan_that_makes_linear_algebra_raise_is_traced_to_its_origin() -> None:
     model = linear()
 
     def step(x: Tensor) -> Tensor:
@@ -303,10 +303,10 @@ def test_a_nan_that_makes_linear_algebra_raise_is_followed_to_its_birth() -> Non
     assert (cause.op, cause.phase, cause.kind) == ("aten.div", "forward", "nan")
 
 
-# --- what it says ----------------------------------------------------------------------------------------------------
+# --- what it reports -------------------------------------------------------------------------------------------------
 
 
-def test_the_text_has_everything_that_a_person_needs() -> None:
+def test_the_text_is_complete() -> None:
     model = linear()
 
     def step(var: Tensor) -> Tensor:
@@ -317,19 +317,19 @@ def test_the_text_has_everything_that_a_person_needs() -> None:
 
     lines = str(cause).splitlines()
     assert lines[0] == "NaN gradient, born in the backward of aten.sqrt"
-    told = {line[2:10].strip(): line[11:] for line in lines[1:]}
-    assert told["line"].startswith("test_diagnose.py:")
-    assert told["line"].endswith("   return torch.sqrt(length).mean()")
+    fields = {line[2:10].strip(): line[11:] for line in lines[1:]}
+    assert fields["line"].startswith("test_diagnose.py:")
+    assert fields["line"].endswith("   return torch.sqrt(length).mean()")
     assert "1 zero of 6, float32" in str(cause)
     assert "length: min 0" in str(cause)
-    assert told["samples"] == "1 of 6 in the batch (index 2): only zeros in var"
-    assert told["again"] == "yes, bit for bit (software, not hardware)"
-    assert told["chain"].endswith("> gradient of weight")
-    assert told["fixes"]
+    assert fields["samples"] == "1 of 6 in the batch (index 2): only zeros in var"
+    assert fields["again"] == "yes, bit for bit (software, not hardware)"
+    assert fields["chain"].endswith("> gradient of weight")
+    assert fields["fixes"]
 
 
-def test_the_line_of_a_library_comes_with_the_line_that_called_it() -> None:
-    optax = pytest.importorskip("transformers.activations", reason="a library with torch code of its own")
+def test_a_line_in_a_library_is_reported_with_its_caller() -> None:
+    optax = pytest.importorskip("transformers.activations", reason="a library with its own torch code")
     model = linear()
     activation = optax.ReLUSquaredActivation()
 
@@ -360,7 +360,7 @@ def test_both_ends_of_a_masked_row_are_named() -> None:
     assert cause.samples == (4,)
 
 
-def test_the_magnitude_of_a_cast_that_overflows_is_told() -> None:
+def test_the_magnitude_of_an_overflowing_cast_is_reported() -> None:
     model = linear()
 
     cause = diagnose(lambda x: model(x).half().float().sum(), torch.full((3, 4), 1e6))
@@ -370,7 +370,7 @@ def test_the_magnitude_of_a_cast_that_overflows_is_told() -> None:
     assert "e+0" in cause.inputs[0]
 
 
-def test_terms_of_the_loss_are_told_by_name_and_by_line() -> None:
+def test_terms_of_the_loss_are_reported_by_name_and_line() -> None:
     model = linear()
 
     def terms(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,7 +394,7 @@ def test_terms_of_the_loss_are_told_by_name_and_by_line() -> None:
     assert "fit = model(x).square().mean()" in by_line.terms[1]
 
 
-def test_a_bad_weight_is_told_as_one() -> None:
+def test_a_bad_weight_is_reported_as_such() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with torch.no_grad():
         model[1].weight[0, 2] = math.nan
@@ -407,7 +407,7 @@ def test_a_bad_weight_is_told_as_one() -> None:
 
 
 @pytest.mark.parametrize(("poison", "kind"), [(math.nan, "nan"), (math.inf, "inf")])
-def test_a_batch_that_is_a_slice_of_a_dataset_is_told_by_what_it_held(poison: float, kind: str) -> None:
+def test_a_slice_of_a_dataset_is_described_by_its_contents(poison: float, kind: str) -> None:
     data, model = torch.randn(5, 6, 4), nn.Linear(4, 1)
     data[3, 2, 1] = poison
 
@@ -418,7 +418,7 @@ def test_a_batch_that_is_a_slice_of_a_dataset_is_told_by_what_it_held(poison: fl
     assert cause.explanation.startswith("the batch held NaN" if kind == "nan" else "the batch held Inf")
 
 
-def test_a_slice_that_was_bad_is_blamed_and_not_what_was_written_into_it() -> None:
+def test_a_bad_slice_is_blamed_and_not_the_values_written_into_it() -> None:
     data, model = torch.randn(5, 6, 4), nn.Linear(4, 1)
     data[3, 2, 1] = math.nan
 
@@ -432,7 +432,7 @@ def test_a_slice_that_was_bad_is_blamed_and_not_what_was_written_into_it() -> No
     assert (cause.kind, cause.phase) == ("nan", "input")
 
 
-def test_without_a_model_the_one_among_the_arguments_names_the_modules() -> None:
+def test_without_a_model_one_among_the_arguments_names_the_modules() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -447,14 +447,14 @@ def test_without_a_model_the_one_among_the_arguments_names_the_modules() -> None
     assert cause.module == ""
 
 
-# --- repeating it ----------------------------------------------------------------------------------------------------
+# --- replaying a step ------------------------------------------------------------------------------------------------
 
 
 def capture_of(fn: Any, *args: Any, model: nn.Module | None = None) -> Capture:
     return Capture.take(fn, args, {}, model=model)
 
 
-def test_a_captured_step_is_replayed_with_its_own_random_numbers_and_autocast() -> None:
+def test_a_captured_step_is_replayed_with_its_random_numbers_and_autocast() -> None:
     model = linear()
 
     def step(x: Tensor) -> Tensor:
@@ -465,7 +465,7 @@ def test_a_captured_step_is_replayed_with_its_own_random_numbers_and_autocast() 
 
     threshold, x = torch.rand(3).sort().values[1], torch.ones(3, 4)
     state = None
-    for _ in range(50):  # a step that fails by the luck of the draw
+    for _ in range(50):  # a step that fails at random
         state = torch.get_rng_state()
         if torch.rand(()) < threshold:
             break
@@ -481,7 +481,7 @@ def test_a_captured_step_is_replayed_with_its_own_random_numbers_and_autocast() 
     assert (cause.kind, cause.op) == ("inf", "aten.log")
 
 
-def test_a_batch_that_changed_since_is_told() -> None:
+def test_a_batch_changed_in_the_meantime_is_reported() -> None:
     model, x = linear(), bad_batch()
     capture = capture_of(break_at_zero, model, x, model=model)
     x.add_(0.0)
@@ -494,7 +494,7 @@ def test_a_batch_that_changed_since_is_told() -> None:
     assert "bit for bit" not in cause.reproducible
 
 
-def test_a_failure_that_does_not_come_back_points_at_the_hardware() -> None:
+def test_an_unrepeatable_failure_points_at_the_hardware() -> None:
     model = linear()
 
     cause = diagnose_capture(capture_of(lambda x: model(x).mean(), torch.randn(3, 4), model=model), expects="nan")
@@ -505,11 +505,11 @@ def test_a_failure_that_does_not_come_back_points_at_the_hardware() -> None:
     assert "hardware" in cause.reproducible
 
 
-def test_a_step_that_keeps_changing_is_told_to_be_so() -> None:
+def test_a_step_that_keeps_changing_is_reported() -> None:
     model = linear()
 
     def chance() -> float:
-        return 1.0 + int.from_bytes(os.urandom(2)) / 65536  # from no generator that a replay could put back
+        return 1.0 + int.from_bytes(os.urandom(2)) / 65536  # from a generator that a replay cannot restore
 
     def step(x: Tensor) -> Tensor:
         return break_at_zero(model, x) * chance()
@@ -560,7 +560,7 @@ def test_a_model_call_is_replayed_without_its_loss() -> None:
     assert "Only the model's forward was replayed" in cause.note
 
 
-def test_what_a_captured_step_raises_is_told_and_not_raised() -> None:
+def test_an_exception_of_a_captured_step_is_reported_and_not_raised() -> None:
     model = linear()
 
     def step(x: Tensor) -> Tensor:
@@ -573,7 +573,7 @@ def test_what_a_captured_step_raises_is_told_and_not_raised() -> None:
     assert "gone" in cause.note
 
 
-def test_a_suspected_explosion_names_the_derivative_that_enlarges_most() -> None:
+def test_for_a_suspected_explosion_the_most_enlarging_derivative_is_named() -> None:
     model = nn.Linear(4, 1)
 
     def step(x: Tensor) -> Tensor:
@@ -590,7 +590,7 @@ def test_a_suspected_explosion_names_the_derivative_that_enlarges_most() -> None
     assert cause.growth == pytest.approx(1e4, rel=1e-3)
 
 
-def test_of_several_microbatches_the_bad_one_is_named() -> None:
+def test_the_bad_one_of_several_microbatches_is_named() -> None:
     model = linear()
     batches = [torch.randn(6, 4), bad_batch(), torch.randn(6, 4)]
     captures = [capture_of(break_at_zero, model, batch, model=model) for batch in batches]
@@ -603,7 +603,7 @@ def test_of_several_microbatches_the_bad_one_is_named() -> None:
     assert cause.note == "In microbatch 1 of 3, counted from 0."
 
 
-def test_that_no_microbatch_fails_again_is_told_once() -> None:
+def test_it_is_reported_once_that_no_microbatch_fails_again() -> None:
     model = linear()
     captures = [capture_of(lambda x: model(x).mean(), torch.randn(3, 4), model=model) for _ in range(2)]
 
@@ -615,7 +615,7 @@ def test_that_no_microbatch_fails_again_is_told_once() -> None:
     assert diagnose_captures(captures) == (None, None)
 
 
-def test_a_line_of_a_recipe_is_named_as_the_users_own_would_be() -> None:
+def test_a_line_of_a_recipe_is_named_like_a_users_line() -> None:
     from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 
     model = UltraOptimizedSEOMetricsModule()
@@ -627,12 +627,12 @@ def test_a_line_of_a_recipe_is_named_as_the_users_own_would_be() -> None:
 
 
 @pytest.mark.parametrize("result", [lambda x: x.log(), lambda x: "text", lambda x: None])
-def test_a_function_without_a_loss_or_a_gradient_is_refused_and_not_called_healthy(result: Any) -> None:
+def test_a_function_without_a_loss_or_gradient_is_refused_and_not_reported_as_healthy(result: Any) -> None:
     with pytest.raises(UsageError, match="the loss must be"):
         diagnose(result, torch.tensor([0.0, -1.0]))
 
 
-def test_a_function_that_runs_backward_itself_needs_no_loss() -> None:
+def test_a_function_that_runs_backward_needs_no_loss() -> None:
     model = nn.Linear(2, 1)
 
     def step(x: Tensor) -> None:
@@ -642,7 +642,7 @@ def test_a_function_that_runs_backward_itself_needs_no_loss() -> None:
 
 
 class Moving(nn.Module):
-    """Changes its buffer in one of the ways that Python and torch offer."""
+    """Changes its buffer in one of the ways that Python and torch allow."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -682,8 +682,8 @@ class Moving(nn.Module):
         "keeps its input",
     ],
 )
-def test_every_buffer_is_afterwards_the_one_that_it_was(how: str, draws: bool, factor: float) -> None:
-    """Also where the function draws from an iterator, so that what else it reaches is not looked at."""
+def test_every_buffer_is_the_same_object_afterwards(how: str, draws: bool, factor: float) -> None:
+    """Also if the function draws from an iterator, when other objects within its reach are not inspected."""
     model, x = Moving(how), torch.randn(5, 4)
     data = itertools.repeat(x)
     mean, pointer, batch = model.mean, model.mean.data_ptr(), x.clone()

@@ -1,4 +1,4 @@
-"""What a cause calls the tensors of a step: by the program's own words, or in plain ones."""
+"""What a cause calls the tensors of a step: the program's own names, or plain descriptions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ BAD, GOOD = poisoned(), torch.zeros(6, 1)
         (Program(GOOD), (BAD,), {}, "batch"),
     ],
 )  # fmt: skip
-def test_a_bad_input_is_called_by_the_name_of_the_parameter(fn: Any, args: Any, kwargs: Any, name: str) -> None:
+def test_a_bad_input_is_named_by_its_parameter(fn: Any, args: Any, kwargs: Any, name: str) -> None:
     cause = find(fn, *args, **kwargs)
 
     assert cause.name == name
@@ -91,7 +91,7 @@ def test_a_bad_input_is_called_by_the_name_of_the_parameter(fn: Any, args: Any, 
     assert not any("(x)" in fix for fix in cause.fixes if name != "x")
 
 
-def test_a_function_that_shows_no_parameters_has_its_arguments_counted() -> None:
+def test_arguments_are_numbered_if_the_function_shows_no_parameters() -> None:
     prediction, mean = torch.ones(6, 4, requires_grad=True), 1
     cause = find(torch._C._nn.mse_loss, prediction, target=BAD, reduction=mean)
     assert cause.headline == "NaN loss, already in the input target"
@@ -102,7 +102,7 @@ def test_a_function_that_shows_no_parameters_has_its_arguments_counted() -> None
     assert cause.fixes[0] == "replace its NaN with torch.nan_to_num"
 
 
-def test_a_tensor_from_around_the_function_is_called_by_its_variable() -> None:
+def test_a_captured_tensor_is_named_by_its_variable() -> None:
     images = poisoned()
     cause = find(lambda: MODEL(images).mean())
     assert cause.headline == "NaN loss, already in the input images"
@@ -110,13 +110,13 @@ def test_a_tensor_from_around_the_function_is_called_by_its_variable() -> None:
     cause = find(lambda x: (MODEL(x) * WEIGHTS).mean(), torch.randn(6, 4))
     assert cause.headline == "NaN loss, already in the input WEIGHTS"
     assert cause.explanation.startswith("a tensor that the step uses and does not make held NaN")
-    assert (cause.samples, cause.samples_note) == ((), "")  # its rows are not samples of the batch
+    assert (cause.samples, cause.samples_note) == ((), "")  # its rows are not samples
 
     cause = find(Program(BAD).use_bank, torch.randn(6, 4))
     assert cause.headline == "NaN loss, already in the input self.bank"
 
 
-def test_a_tensor_that_no_name_reaches_is_told_as_one_made_outside() -> None:
+def test_an_unnamed_tensor_is_described_as_created_outside() -> None:
     make = functools.cache(poisoned)
     make()
 
@@ -196,7 +196,7 @@ def test_a_bad_tensor_of_an_object_is_named() -> None:
     assert cause.headline == "Inf loss, already in the input distiller.centre"
 
 
-def test_a_guard_says_nothing_of_its_own_steps_about_another_networks_weight() -> None:
+def test_a_guard_does_not_claim_its_steps_damaged_another_networks_weight() -> None:
     guard = Guard(MODEL, torch.optim.SGD(MODEL.parameters(), lr=0.0))
     healthy = nn.Linear(4, 1)
     guard.step(use_argument, torch.randn(6, 4), healthy)
@@ -208,7 +208,7 @@ def test_a_guard_says_nothing_of_its_own_steps_about_another_networks_weight() -
     assert (cause.name, cause.note) == ("teacher.fc.weight", "")
 
 
-def test_what_a_model_was_called_with_is_called_as_on_the_line_that_is_shown() -> None:
+def test_model_inputs_are_named_as_on_the_shown_line() -> None:
     images = {"left": poisoned()}
     model = nn.Linear(4, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -224,7 +224,7 @@ def test_what_a_model_was_called_with_is_called_as_on_the_line_that_is_shown() -
     assert cause.fixes[0] == "torch.nan_to_num(images['left'] * 2)"
 
 
-def test_an_operand_that_is_a_long_expression_is_told_by_that_expression() -> None:
+def test_an_operand_is_named_by_its_whole_expression() -> None:
     def training_step(x: Tensor) -> Tensor:
         hidden = MODEL(x)
         return (hidden / (hidden.detach().relu().sum(dim=-1, keepdim=True).clamp(max=0.0) * 1.0)).mean()
@@ -237,7 +237,7 @@ def test_an_operand_that_is_a_long_expression_is_told_by_that_expression() -> No
     assert "(hidden.detach().relu().sum(dim=-1, keepdim=True).clamp(max=0.0) * 1.0" in cause.fixes[0]
 
 
-def test_a_number_beside_the_operand_is_not_taken_for_it() -> None:
+def test_a_number_next_to_the_operand_is_not_confused_with_it() -> None:
     large = 1e38
     cause = find(lambda x: (1e38 * (MODEL(x) * 1e10)).mean(), torch.randn(6, 4))
     assert cause.inputs[0].startswith("MODEL(x) * 10000000000.0: ")

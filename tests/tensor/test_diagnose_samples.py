@@ -1,4 +1,4 @@
-"""Which samples: rows first, halves otherwise, however the batch is nested; and an honest answer when neither helps."""
+"""Which samples failed: by rows first, then by halves, for any nesting of the batch; otherwise a clear answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 
 class Encoding(collections.UserDict[str, Any]):
-    """A stand-in for the class that tokenizers return."""
+    """Like the class that tokenizers return."""
 
 
 def bad_x(size: int = 10) -> Tensor:
@@ -74,8 +74,8 @@ def test_samples_are_found_in_every_form_of_batch(form: str) -> None:
     assert cause.samples_note.startswith("2 of 10 in the batch (indices 3, 7): only zeros in ")
 
 
-def test_halves_find_samples_where_rows_say_nothing() -> None:
-    """The op sees the batch flattened, and the rows of its result are no samples."""
+def test_halves_find_samples_if_rows_do_not() -> None:
+    """The op sees the batch flattened, and the rows of its result are not samples."""
     model = nn.Linear(4, 3, bias=False)
 
     def step(x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def test_halves_find_samples_where_rows_say_nothing() -> None:
     assert cause.samples == BAD
 
 
-def test_samples_that_need_each_other_are_said_to_be_such() -> None:
+def test_samples_that_fail_only_together_are_reported_as_such() -> None:
     model = nn.Linear(4, 1)
 
     def step(x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def test_samples_that_need_each_other_are_said_to_be_such() -> None:
     assert "not on its parts" in cause.samples_note
 
 
-def test_a_failure_of_every_part_is_no_matter_of_samples() -> None:
+def test_a_failure_of_every_part_is_not_attributed_to_samples() -> None:
     model = nn.Linear(4, 1)
 
     cause = diagnose(lambda x: (model(x) * 0).sum().log(), torch.ones(8, 4))
@@ -111,7 +111,7 @@ def test_a_failure_of_every_part_is_no_matter_of_samples() -> None:
     assert cause.samples_note == "samples 0, 4 and 7 each fail on their own: no single one is to blame"
 
 
-def test_a_step_that_refuses_parts_says_so() -> None:
+def test_a_step_that_fails_on_partial_batches_says_so() -> None:
     model = nn.Linear(4, 1)
 
     def step(x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def test_a_batch_without_samples_says_so() -> None:
     assert cause.samples_note == "no tensor of the batch has samples along its first dimension"
 
 
-def test_taking_samples_leaves_the_batch_alone() -> None:
+def test_selecting_samples_does_not_change_the_batch() -> None:
     batch = batches()["encoding"]
     before = {key: value.clone() for key, value in batch.items()}
 
@@ -145,7 +145,7 @@ def test_taking_samples_leaves_the_batch_alone() -> None:
     assert all(torch.equal(batch[key], before[key]) for key in before)
 
 
-def test_lists_of_one_item_a_sample_are_cut_too() -> None:
+def test_lists_with_one_item_per_sample_are_split_too() -> None:
     boxes = [torch.randn(i % 3, 4) for i in range(5)]
     images = torch.randn(5, 2)
 
@@ -156,12 +156,12 @@ def test_lists_of_one_item_a_sample_are_cut_too() -> None:
     assert taken[1][0] is boxes[4]
 
 
-def test_the_size_of_a_batch_is_what_most_tensors_share() -> None:
+def test_the_size_of_a_batch_is_the_most_common_one() -> None:
     assert count_samples((torch.ones(5, 2), torch.ones(5), torch.ones(3)), {}) == 5
     assert count_samples((nn.Linear(7, 7), 3), {"x": torch.tensor(1.0)}) is None
 
 
-def test_a_sample_that_went_through_numpy_is_found() -> None:
+def test_a_sample_that_passed_through_numpy_is_found() -> None:
     model, x = nn.Linear(4, 1), torch.randn(6, 4)
     x[4] = 0.0
 

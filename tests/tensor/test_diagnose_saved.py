@@ -1,4 +1,4 @@
-"""The failing batch on disk: whole, bounded, read without running anything, and replayed in a process of its own."""
+"""The failing batch on disk: complete, bounded, read without running code, and replayed in a separate process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def capture_of(*args: Any, model: nn.Module | None = None, **kwargs: Any) -> Cap
     return Capture.take(lambda *a, **k: None, args, kwargs, model=model)
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+def test_a_saved_batch_is_read_back(tmp_path: Path) -> None:
     batch = {
         "x": torch.tensor([[math.nan, 1.0]], requires_grad=True),
         "half": torch.ones(2).bfloat16(),
@@ -90,7 +90,7 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     assert saved.random["python"] == capture.random["python"]
 
 
-def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
+def test_unsaveable_values_are_reported(tmp_path: Path) -> None:
     path = Quarantine(run_dir=tmp_path).save(
         0, capture_of({"x": torch.ones(1), "f": open, "s": torch.eye(2).to_sparse()})
     )
@@ -101,7 +101,7 @@ def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
     assert len(saved.missing) == 2
 
 
-def test_the_bound_holds_in_bytes_and_in_number(tmp_path: Path) -> None:
+def test_the_limit_holds_for_bytes_and_for_number(tmp_path: Path) -> None:
     keeper = Quarantine(run_dir=tmp_path, max_bytes=40_000, max_batches=2)
 
     assert keeper.save(0, capture_of(torch.zeros(100_000))) is None
@@ -113,7 +113,7 @@ def test_the_bound_holds_in_bytes_and_in_number(tmp_path: Path) -> None:
     assert {file.suffix for file in (tmp_path / "batches").iterdir()} == {".json", ".safetensors"}
 
 
-def test_weights_that_are_too_large_are_left_out(tmp_path: Path) -> None:
+def test_too_large_weights_are_left_out(tmp_path: Path) -> None:
     model = nn.Linear(100, 100)
     path = Quarantine(run_dir=tmp_path, max_bytes=100_000).save(0, capture_of(torch.zeros(1), model=model))
 
@@ -121,7 +121,7 @@ def test_weights_that_are_too_large_are_left_out(tmp_path: Path) -> None:
     assert load_batch(tmp_path / path).weights == {}
 
 
-def test_weights_that_would_be_over_the_bound_are_left_out(tmp_path: Path) -> None:
+def test_weights_over_the_limit_are_left_out(tmp_path: Path) -> None:
     model, batch = nn.Linear(24, 24), torch.zeros(25_000)
     alone = Quarantine(run_dir=tmp_path / "alone").save(0, capture_of(batch))
     assert alone is not None
@@ -135,12 +135,12 @@ def test_weights_that_would_be_over_the_bound_are_left_out(tmp_path: Path) -> No
     assert (tmp_path / path).with_suffix(".safetensors").stat().st_size <= bound
 
 
-def test_a_file_that_is_no_batch_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_batch_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "step-00000000.json"
     with pytest.raises(UsageError, match="cannot be read"):
         load_batch(path)
     path.write_text("[]")
-    torch.save({}, tmp_path / "step-00000000.safetensors")  # a pickle under a false name
+    torch.save({}, tmp_path / "step-00000000.safetensors")  # a pickle with the wrong extension
     with pytest.raises(UsageError, match="cannot be read"):
         load_batch(path)
 
@@ -149,7 +149,7 @@ def test_a_file_that_is_no_batch_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def make_run(folder: Path) -> Path:
-    """A run directory with one incident whose batch was kept, and the program that failed."""
+    """Make a run directory with one incident with a saved batch, and the program that failed."""
     (folder / "train.py").write_text(TRAIN)
     namespace: dict[str, Any] = {}
     exec(TRAIN, namespace)
@@ -167,14 +167,14 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_a_fresh_process_replays_the_incident(tmp_path: Path) -> None:
+def test_a_new_process_replays_the_incident(tmp_path: Path) -> None:
     make_run(tmp_path)
 
     done = run_command(tmp_path, "run", "--incident", "0", "--entry", "train:build", "--json")
 
     assert done.returncode == 1, done.stderr
-    told = json.loads(done.stdout)
-    cause = told["cause"]
+    expected = json.loads(done.stdout)
+    cause = expected["cause"]
     assert (cause["op"], cause["phase"], cause["step"], cause["samples"]) == ("aten.sqrt", "backward", 7, [2])
     assert cause["source"] == "return lengths.sqrt().mean()"
 
@@ -202,21 +202,21 @@ def builder_that_fails():
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The run of `make_run` in the current folder, beside modules that fail in ways of their own."""
+    """The run of `make_run` in the current folder, next to modules that fail in various ways."""
     make_run(tmp_path)
     (tmp_path / "odd_entries.py").write_text(ODD)
     (tmp_path / "entry_without_syntax.py").write_text("def f(:\n")
     (tmp_path / "entry_that_exits.py").write_text("raise SystemExit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    for name in ("train", "odd_entries", "entry_that_exits"):  # of the test before, or of another program
+    for name in ("train", "odd_entries", "entry_that_exits"):  # from an earlier test or another program
         sys.modules.pop(name, None)
     yield tmp_path
     for name in ("train", "odd_entries", "entry_that_exits"):
         sys.modules.pop(name, None)
 
 
-def test_a_healthy_replay_is_exit_code_0_and_a_missing_batch_2(
+def test_a_healthy_replay_exits_with_0_and_a_missing_batch_with_2(
     run_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["diagnose", "run", "--incident", "0", "--entry", "train:healthy"]) == 0
@@ -226,7 +226,7 @@ def test_a_healthy_replay_is_exit_code_0_and_a_missing_batch_2(
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "expected"),
     [
         ("odd_entries:nothing", "odd_entries:nothing is not a function. Name one"),
         ("odd_entries:number", "is not a function, it is of type int"),
@@ -237,38 +237,40 @@ def test_a_healthy_replay_is_exit_code_0_and_a_missing_batch_2(
         ("entry_that_exits:f", "SystemExit: 0"),
     ],
 )
-def test_an_entry_that_fails_is_one_error_and_exit_code_2(
-    run_here: Path, entry: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_a_failing_entry_prints_one_error_and_exits_with_2(
+    run_here: Path, entry: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["diagnose", "run", "--entry", entry]) == 2
     said = capsys.readouterr()
-    assert told in said.err
+    assert expected in said.err
     assert "Traceback" not in said.err
     assert said.out == ""
 
 
-@pytest.mark.parametrize(("entry", "told"), [("no_loss", "the loss must be a tensor, got str"), ("breaks", "KeyError")])
-def test_a_step_that_could_not_be_replayed_is_neither_healthy_nor_a_cause(
-    run_here: Path, entry: str, told: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("entry", "expected"), [("no_loss", "the loss must be a tensor, got str"), ("breaks", "KeyError")]
+)
+def test_a_step_that_cannot_be_replayed_is_neither_healthy_nor_diagnosed(
+    run_here: Path, entry: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run_here / "weightless.py").write_text(ODD.replace("Linear(9, 1)", "Identity()"))
     assert main(["diagnose", "run", "--entry", f"weightless:{entry}"]) == 2
-    assert told in capsys.readouterr().out
+    assert expected in capsys.readouterr().out
     sys.modules.pop("weightless")
 
 
-def test_what_the_module_prints_does_not_spoil_the_json(run_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_module_does_not_corrupt_the_json(run_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_here / "train.py").write_text(TRAIN + "\nprint('importing')\n")
     assert main(["diagnose", "run", "--entry", "train:build", "--json"]) == 1
     said = capsys.readouterr()
     assert (
         json.loads(said.out)["cause"]["op"] == "aten.sqrt"
-    )  # the last incident has no batch: the one before it is taken
+    )  # the last incident has no batch, so the previous one is used
     assert "importing" in said.err
 
 
 @pytest.mark.parametrize(
-    ("incidents", "arguments", "told"),
+    ("incidents", "arguments", "expected"),
     [
         (b"", (), "run has no incident"),
         (b'{"step": 7', (), "none has a batch in run/batches"),
@@ -279,16 +281,16 @@ def test_what_the_module_prints_does_not_spoil_the_json(run_here: Path, capsys: 
         (b'{"step": 7}\n', ("--weights", "train.py"), "--weights train.py is not a safetensors file"),
     ],
 )
-def test_a_record_that_is_spoilt_or_too_short_is_told(
-    run_here: Path, incidents: bytes, arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+def test_a_corrupt_or_truncated_record_is_reported(
+    run_here: Path, incidents: bytes, arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run_here / "run" / "incidents.jsonl").write_bytes(incidents)
     assert main(["diagnose", "run", "--entry", "train:build", *arguments]) == 2
     said = capsys.readouterr().err
-    assert told in said
+    assert expected in said
     assert "Traceback" not in said
 
 
-def test_without_an_entry_it_says_what_one_is(run_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_entry_it_explains_what_one_is(run_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", "run"]) == 2
     assert "--entry train:step" in capsys.readouterr().err

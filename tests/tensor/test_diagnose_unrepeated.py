@@ -1,4 +1,4 @@
-"""A step that fails and whose replay does not: what a replay leaves out is suspected, and only what could have been."""
+"""A step fails but its replay succeeds: only code that the replay leaves out, and that could fail, is suspected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def fail_once(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """As a bit that flips in backward: gradients are NaN in the step itself, and never in a replay."""
+    """Like a bit flip in backward: gradients are NaN in the step itself, and never in a replay."""
 
     def fn(x: Tensor) -> Tensor:
         out = model(x)
@@ -59,7 +59,7 @@ def get_cause(guard: Guard) -> Cause:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_clip_of_the_programs_own_that_divides_by_zero_is_named(in_place: bool) -> None:
+def test_a_custom_clip_that_divides_by_zero_is_named(in_place: bool) -> None:
     model, guard = make()
     for step in range(4):
         guard.backward(loss_of(model), torch.zeros(8, 4) if step == 2 else torch.randn(8, 4))
@@ -74,7 +74,7 @@ def test_a_clip_of_the_programs_own_that_divides_by_zero_is_named(in_place: bool
     assert "hardware" not in str(cause)
 
 
-def test_a_failure_inside_one_call_is_not_blamed_on_code_between_two() -> None:
+def test_a_failure_inside_one_call_is_not_attributed_to_code_between_calls() -> None:
     model, guard = make()
     guard.step(fail_once(model), torch.randn(8, 4))
 
@@ -83,7 +83,7 @@ def test_a_failure_inside_one_call_is_not_blamed_on_code_between_two() -> None:
     assert "between backward()" not in str(cause)
 
 
-def test_gradients_that_nothing_changed_are_not_told_to_have_been() -> None:
+def test_unchanged_gradients_are_not_reported_as_changed() -> None:
     model, guard = make()
     guard.backward(fail_once(model), torch.randn(8, 4))
     guard.step()
@@ -94,7 +94,7 @@ def test_gradients_that_nothing_changed_are_not_told_to_have_been() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_a_nan_of_backward_is_not_blamed_on_the_clip_that_follows() -> None:
+def test_a_nan_from_backward_is_not_attributed_to_the_clip_after_it() -> None:
     model, guard = make()
     guard.backward(lambda x: (model(x) * 0).square().sum().sqrt(), torch.randn(8, 4))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -103,7 +103,7 @@ def test_a_nan_of_backward_is_not_blamed_on_the_clip_that_follows() -> None:
     assert get_cause(guard).op == "aten.sqrt"
 
 
-def test_a_bad_loss_is_not_blamed_on_the_clip_that_follows() -> None:
+def test_a_bad_loss_is_not_attributed_to_the_clip_after_it() -> None:
     model, guard = make()
     guard.backward(lambda x: model(x).mean() * (1.0 if is_replaying() else torch.nan), torch.randn(8, 4))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -114,7 +114,7 @@ def test_a_bad_loss_is_not_blamed_on_the_clip_that_follows() -> None:
     assert "code that changes the gradients" not in str(cause)
 
 
-def test_a_step_that_is_not_deterministic_is_told_to_be_so_whatever_follows_it() -> None:
+def test_a_nondeterministic_step_is_reported_as_such_whatever_follows() -> None:
     model, guard = make()
 
     def fn(x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def test_a_step_that_is_not_deterministic_is_told_to_be_so_whatever_follows_it()
     assert "changed by the program" not in str(cause)
 
 
-def test_a_microbatch_that_is_no_longer_held_is_told_to_be_missing() -> None:
+def test_a_released_microbatch_is_reported_as_missing() -> None:
     model, guard = make()
     num = MOST_CAPTURES + 4
     for place in range(num):
@@ -148,7 +148,7 @@ def test_a_microbatch_that_is_no_longer_held_is_told_to_be_missing() -> None:
     assert "hardware" not in str(cause)
 
 
-def test_a_hook_that_no_replay_runs_is_suspected() -> None:
+def test_a_hook_that_replays_skip_is_suspected() -> None:
     model, guard = make()
 
     def normalise(parameter: Tensor) -> None:
@@ -162,7 +162,7 @@ def test_a_hook_that_no_replay_runs_is_suspected() -> None:
     assert "suspect the hook on the gradient of weight, which no replay runs" in get_cause(guard).note
 
 
-def test_an_overflow_of_the_loss_scale_is_not_blamed_on_unscaling() -> None:
+def test_an_overflow_of_the_loss_scale_is_not_attributed_to_unscaling() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     model, guard = make(scaler=scaler)
     guard.backward(lambda x: (model(x) * 100).square().mean(), torch.randn(8, 4))

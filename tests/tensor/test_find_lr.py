@@ -1,4 +1,4 @@
-"""guard.find_lr: what it finds, and that nothing of it stays."""
+"""guard.find_lr: what it finds, and that it leaves no trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"start": 1e-5, "end": 10.0, "steps": 40}
 
 
 class Training:
-    """A small regression with all that a test could disturb: dropout, BatchNorm, moments, a schedule, an average."""
+    """A small regression with everything a test could disturb: dropout, BatchNorm, moments, a schedule, an average."""
 
     def __init__(
         self, run_dir: Path | None = None, *, own_generator: bool = False, num_workers: int = 0, **settings: Any
@@ -66,7 +66,7 @@ class Training:
         return self.describe()
 
     def describe(self) -> dict[str, Any]:
-        """Everything that could differ."""
+        """Return everything that could differ."""
         return {
             "losses": torch.stack(self.losses) if self.losses else torch.empty(0),
             "model": self.model.state_dict(),
@@ -101,12 +101,14 @@ def assert_same(one: Any, other: Any) -> None:
             assert value == b[path] or (value != value and b[path] != b[path]), path
 
 
-# --- nothing stays --------------------------------------------------------------------------------------------------
+# --- no trace -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_training_with_tests_in_it_ends_as_one_without(tmp_path: Path, own_generator: bool, num_workers: int) -> None:
+def test_a_training_with_range_tests_ends_like_one_without(
+    tmp_path: Path, own_generator: bool, num_workers: int
+) -> None:
     options: dict[str, Any] = {"own_generator": own_generator, "num_workers": num_workers}
 
     def look(training: Training) -> None:
@@ -114,12 +116,12 @@ def test_a_training_with_tests_in_it_ends_as_one_without(tmp_path: Path, own_gen
         assert len(curve.points) > 10
 
     plain = Training(tmp_path / "a", **options).train({})
-    tested = Training(tmp_path / "b", **options).train({3: look, 8: look})  # inside a pass, and between two
+    tested = Training(tmp_path / "b", **options).train({3: look, 8: look})  # inside an epoch, and between two
 
     assert_same(plain, tested)
 
 
-def test_nothing_has_changed_right_after_a_test_before_the_first_step() -> None:
+def test_nothing_has_changed_after_a_range_test_before_the_first_step() -> None:
     training = Training()
     training.model[1].eval()
     training.model[4].weight.grad = kept = torch.ones_like(training.model[4].weight)
@@ -136,7 +138,7 @@ def test_nothing_has_changed_right_after_a_test_before_the_first_step() -> None:
     assert [id(p) for p in training.model.parameters()] == versions
 
 
-def test_an_error_in_the_users_function_leaves_the_training_as_it_was_too() -> None:
+def test_an_error_in_the_users_function_also_leaves_the_training_unchanged() -> None:
     training = Training()
     before = training.describe()
     calls = 0
@@ -156,7 +158,7 @@ def test_an_error_in_the_users_function_leaves_the_training_as_it_was_too() -> N
     training.guard.step(training.compute_loss, next(iter(training.loader)))
 
 
-def test_the_record_has_one_line_of_a_test(tmp_path: Path) -> None:
+def test_the_record_has_one_line_about_a_range_test(tmp_path: Path) -> None:
     training = Training(tmp_path, record=RecordConfig(layers_every=1))
     training.guard.step(training.compute_loss, next(iter(training.loader)))
     curve = training.guard.find_lr(training.compute_loss, training.loader, **SMALL)
@@ -178,7 +180,7 @@ def test_the_record_has_one_line_of_a_test(tmp_path: Path) -> None:
     assert training.guard.incidents == []
 
 
-def test_what_the_function_logs_in_a_test_is_not_in_the_next_steps_record() -> None:
+def test_values_logged_in_a_range_test_are_not_in_the_next_record() -> None:
     training = Training()
     batch = next(iter(training.loader))
     training.guard.find_lr(training.compute_loss, training.loader, **SMALL)
@@ -201,7 +203,7 @@ def quadratic(curvature: float = 50.0) -> tuple[Guard, Callable[[Any], Tensor], 
     return guard, lambda x: 0.5 * curvature * (model.weight - x).square().sum(), [torch.zeros(8)] * 3
 
 
-def test_the_edge_of_a_parabola_is_where_mathematics_says() -> None:
+def test_the_limit_on_a_parabola_is_the_analytic_one() -> None:
     guard, fn, batches = quadratic()
     curve = guard.find_lr(fn, batches, start=1e-5, end=10.0, steps=200)
 
@@ -211,10 +213,10 @@ def test_the_edge_of_a_parabola_is_where_mathematics_says() -> None:
     assert curve.suggested <= curve.largest_quiet < curve.edge
     assert curve.steepest is not None
     assert "loss" in curve.why_ended
-    assert len(curve.points) < 200, "what has broken is not tried further"
+    assert len(curve.points) < 200, "a rate that failed is not tried again"
 
 
-def test_a_rate_that_gives_nan_is_an_edge_and_a_finding() -> None:
+def test_a_rate_that_gives_nan_is_the_limit_and_a_finding() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3), config=GuardConfig(clip=None))
@@ -227,7 +229,7 @@ def test_a_rate_that_gives_nan_is_an_edge_and_a_finding() -> None:
     assert all(p.rate < curve.edge for p in curve.points[:-1])
 
 
-def test_bad_data_is_not_the_rates_fault() -> None:
+def test_bad_data_is_not_attributed_to_the_rate() -> None:
     guard, fn, _ = quadratic()
     bad = torch.full((8,), math.nan)
     curve = guard.find_lr(fn, [torch.zeros(8), bad, torch.zeros(8)], start=1e-5, end=1e-3, steps=20)
@@ -236,7 +238,7 @@ def test_bad_data_is_not_the_rates_fault() -> None:
     assert len(curve.points) == 20
 
 
-def test_a_loss_that_does_not_fall_keeps_the_rate() -> None:
+def test_a_loss_that_never_falls_keeps_the_rate() -> None:
     model = nn.Linear(3, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.02))
     curve = guard.find_lr(lambda x: (model(x) * 0).sum() + 1.0, [torch.ones(2, 3)], start=1e-3, end=1.0, steps=20)
@@ -246,7 +248,7 @@ def test_a_loss_that_does_not_fall_keeps_the_rate() -> None:
     assert "stays as it is" in curve.reason
 
 
-def test_groups_keep_their_proportions_and_the_rate_is_that_of_the_highest() -> None:
+def test_groups_keep_their_ratios_and_the_rate_is_the_highest() -> None:
     training = Training()
     seen: list[tuple[float, float]] = []
 
@@ -260,7 +262,7 @@ def test_groups_keep_their_proportions_and_the_rate_is_that_of_the_highest() -> 
     assert [low / high for high, low in seen] == pytest.approx([0.1] * len(seen))
 
 
-def test_several_microbatches_make_one_step() -> None:
+def test_several_microbatches_make_up_one_step() -> None:
     training = Training()
     num_calls = 0
 
@@ -273,7 +275,7 @@ def test_several_microbatches_make_one_step() -> None:
     assert num_calls == 2 * len(curve.points)
 
 
-def test_a_policy_that_halts_does_not_end_the_test() -> None:
+def test_a_policy_that_halts_does_not_end_the_range_test() -> None:
     training = Training(policy=Policy(halt_at="warning"))
     curve = training.guard.find_lr(training.compute_loss, training.loader, start=1e-3, end=1e4, steps=60)
     assert curve.edge is not None or len(curve.points) == 60
@@ -289,7 +291,7 @@ def test_the_curve_can_be_drawn(tmp_path: Path, ending: str) -> None:
 # --- wrong use ------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_use_is_told_with_what_to_do() -> None:
+def test_wrong_use_gets_an_error_with_advice() -> None:
     guard, fn, batches = quadratic()
     for arguments, words in (
         ({"loader": iter(batches)}, "drawn only once.*Give the loader itself"),
@@ -304,14 +306,14 @@ def test_wrong_use_is_told_with_what_to_do() -> None:
             guard.find_lr(fn, given.pop("loader"), **given)
 
 
-def test_inside_an_accumulation_it_is_refused() -> None:
+def test_during_an_accumulation_it_is_refused() -> None:
     guard, fn, batches = quadratic()
     guard.backward(fn, batches[0])
     with pytest.raises(UsageError, match="1 microbatches of a step under way"):
         guard.find_lr(fn, batches)
 
 
-def test_switched_off_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_guard_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEADYGRAD", "off")
     guard, fn, batches = quadratic()
     with pytest.raises(UsageError, match="STEADYGRAD=off"):

@@ -1,4 +1,4 @@
-"""The forecast in a real training whose learning rate grows until it breaks: told ahead, acted on, written down."""
+"""The forecast in a real training whose rising learning rate makes it unstable: reported ahead, acted on, recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(
     growth: float = 1.02,
     forecast: ForecastConfig = FORECAST,
 ) -> Guard:
-    """Momentum on a regression; the rate grows by `growth` a step, without clipping."""
+    """Momentum on a regression; the rate grows by `growth` per step, without clipping."""
     torch.manual_seed(0)
     teacher, model = nn.Linear(8, 1), nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -46,7 +46,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def watched() -> Guard:
-    """The run that nobody saves."""
+    """The unguarded run."""
     return train(Policy.observe())
 
 
@@ -54,11 +54,11 @@ def first_step(guard: Guard, kind: str) -> int:
     return next(finding.step for finding in guard.findings if finding.kind == kind)
 
 
-def test_the_forecast_comes_before_what_it_foretells(watched: Guard) -> None:
+def test_the_forecast_precedes_the_instability(watched: Guard) -> None:
     assert first_step(watched, "instability_forecast") + 8 <= first_step(watched, "loss_explosion")
 
 
-def test_acting_on_the_forecast_keeps_the_run_alive_where_watching_does_not(watched: Guard) -> None:
+def test_acting_on_the_forecast_saves_a_run_that_watching_does_not(watched: Guard) -> None:
     acted = train(ACTS)
 
     assert any(finding.kind == "loss_explosion" for finding in watched.findings)
@@ -68,7 +68,7 @@ def test_acting_on_the_forecast_keeps_the_run_alive_where_watching_does_not(watc
     assert acted.last.loss < 0.5 * watched.last.loss
 
 
-def test_a_policy_lowers_the_rate_at_the_forecast_and_the_ledger_says_so(tmp_path: Path) -> None:
+def test_a_policy_lowers_the_rate_at_the_forecast_and_the_ledger_records_it(tmp_path: Path) -> None:
     guard = train(ACTS, run_dir=tmp_path / "run")
 
     incident = next(i for i in guard.incidents if i.finding.kind == "instability_forecast")
@@ -81,8 +81,8 @@ def test_a_policy_lowers_the_rate_at_the_forecast_and_the_ledger_says_so(tmp_pat
     assert "instability_forecast" in written["verdict"]["reason"]
 
 
-def test_a_forecast_that_is_only_told_changes_nothing(watched: Guard) -> None:
-    """To the last bit: after 30 steps beyond the forecast, loss and gradient are those of a run without it."""
+def test_a_forecast_that_is_only_reported_changes_nothing(watched: Guard) -> None:
+    """Bit for bit: 30 steps after the forecast, loss and gradient equal those of a run without it."""
     without = train(Policy.observe(), forecast=ForecastConfig(enabled=False))
 
     assert first_step(watched, "instability_forecast") < 260
@@ -92,7 +92,7 @@ def test_a_forecast_that_is_only_told_changes_nothing(watched: Guard) -> None:
     assert (watched.last.loss, watched.last.grad_norm) == (without.last.loss, without.last.grad_norm)
 
 
-def test_a_rate_that_does_not_grow_is_not_foretold_to_break() -> None:
+def test_a_constant_rate_gets_no_forecast() -> None:
     guard = train(ACTS, growth=1.0, num_steps=150)
 
     assert [finding.kind for finding in guard.findings if finding.kind == "instability_forecast"] == []

@@ -1,4 +1,4 @@
-"""load_checkpoint: weights of any program are found and loaded exactly, or what does not fit is named."""
+"""load_checkpoint: weights of any program are found and loaded exactly, or mismatches are named."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ WRAPPINGS = {
     "wrapped inside": lambda state: {
         name.replace("body.", "body._checkpoint_wrapped_module."): value for name, value in state.items()
     },
-    "beside its average": lambda state: {
+    "next to its average": lambda state: {
         "ema": {name: value + 1 for name, value in state.items()},
         "model": state,
     },
@@ -78,7 +78,7 @@ WRAPPINGS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS.keys())
-def test_weights_are_found_wherever_they_stand(wrap, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_weights_are_found_at_any_place(wrap, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     state = make_source().state()
     torch.save(wrap(state), tmp_path / "x.ckpt")
     model = Net()
@@ -89,7 +89,7 @@ def test_weights_are_found_wherever_they_stand(wrap, tmp_path: Path) -> None:  #
     assert report.is_complete
 
 
-def test_a_wrapped_model_takes_the_names_of_a_bare_one(tmp_path: Path) -> None:
+def test_a_wrapped_model_accepts_the_names_of_a_bare_one(tmp_path: Path) -> None:
     state = make_source().state()
     torch.save(state, tmp_path / "x.pt")
     model = nn.Module()
@@ -101,7 +101,7 @@ def test_a_wrapped_model_takes_the_names_of_a_bare_one(tmp_path: Path) -> None:
     assert report.is_complete
 
 
-def test_a_prefix_says_which_of_two_is_meant(tmp_path: Path) -> None:
+def test_a_prefix_selects_one_of_two(tmp_path: Path) -> None:
     state, other = make_source().state(), make_source(6).state()
     torch.save({"student": state, "teacher": other}, tmp_path / "x.pt")
     model = Net()
@@ -112,7 +112,7 @@ def test_a_prefix_says_which_of_two_is_meant(tmp_path: Path) -> None:
     assert_equal(model, other)
 
 
-def test_a_checkpoint_of_ours_is_a_starting_point_too(tmp_path: Path) -> None:
+def test_our_checkpoint_can_be_the_starting_point(tmp_path: Path) -> None:
     source = make_source()
     store = CheckpointStore(tmp_path, asynchronous=False)
     path = store.save({"model": source.state_dict(), "optimizer": {}}, step=1).wait()
@@ -131,7 +131,7 @@ def make_misfit() -> dict[str, Tensor]:
     return state
 
 
-def test_strict_names_everything_and_changes_nothing(tmp_path: Path) -> None:
+def test_strict_names_every_mismatch_and_changes_nothing(tmp_path: Path) -> None:
     torch.save(make_misfit(), tmp_path / "x.pt")
     model = Net()
     before = model.state()
@@ -149,7 +149,7 @@ def test_strict_names_everything_and_changes_nothing(tmp_path: Path) -> None:
     assert_equal(model, before)
 
 
-def test_otherwise_what_fits_is_loaded_and_the_rest_reported(tmp_path: Path) -> None:
+def test_without_strict_what_fits_is_loaded_and_the_rest_reported(tmp_path: Path) -> None:
     state = make_misfit()
     torch.save(state, tmp_path / "x.pt")
     model = Net()
@@ -165,13 +165,13 @@ def test_otherwise_what_fits_is_loaded_and_the_rest_reported(tmp_path: Path) -> 
     assert_equal(model, {name: (before if name in kept else state)[name] for name in before})
 
 
-def test_a_checkpoint_of_another_model_is_an_error_even_without_strict(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_raises_an_error_even_without_strict(tmp_path: Path) -> None:
     torch.save({"something": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(MismatchError, match=r"none of the model's weights: it holds something, the model embed"):
         load_checkpoint(tmp_path / "x.pt", Net(), strict=False)
 
 
-def test_tied_weights_that_a_file_keeps_once_are_not_missing(tmp_path: Path) -> None:
+def test_tied_weights_stored_once_are_not_missing(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -187,7 +187,7 @@ def test_tied_weights_that_a_file_keeps_once_are_not_missing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_weights_that_are_not_finite_are_refused_unless_allowed(value: float, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_refused_unless_allowed(value: float, tmp_path: Path) -> None:
     state = make_source().state()
     state["embed.weight"][2, 3] = value
     torch.save(state, tmp_path / "x.pt")
@@ -202,7 +202,7 @@ def test_weights_that_are_not_finite_are_refused_unless_allowed(value: float, tm
     assert not model.embed.weight.isfinite().all()
 
 
-def test_values_that_the_models_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_values_too_large_for_the_models_dtype_are_refused(tmp_path: Path) -> None:
     state = make_source().state()
     state["embed.weight"][0, 0] = 1e6
     torch.save(state, tmp_path / "x.pt")
@@ -210,7 +210,7 @@ def test_values_that_the_models_dtype_cannot_hold_are_refused(tmp_path: Path) ->
         load_checkpoint(tmp_path / "x.pt", Net().half())
 
 
-def test_other_dtypes_are_converted_and_layouts_kept(tmp_path: Path) -> None:
+def test_other_dtypes_are_converted_and_layouts_preserved(tmp_path: Path) -> None:
     state = make_source().state()
     torch.save(
         {name: value.double().t() if value.dim() == 2 else value for name, value in state.items()}, tmp_path / "x.pt"
@@ -226,7 +226,7 @@ def test_a_malicious_file_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_model_without_memory_is_an_error(tmp_path: Path) -> None:
+def test_a_model_without_memory_raises_an_error(tmp_path: Path) -> None:
     torch.save(make_source().state(), tmp_path / "x.pt")
     with torch.device("meta"):
         empty = Net()

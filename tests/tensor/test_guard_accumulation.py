@@ -1,4 +1,4 @@
-"""Gradient accumulation: invisible while nothing is bad; one bad microbatch skips the step, or is dropped alone."""
+"""Gradient accumulation: invisible while nothing is bad; one bad microbatch skips the step, or only itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steadygrad.testing import poison_batches, poison_gradient, poison_loss
 
 DROP = GuardConfig(clip=FixedNorm(max_norm=1e9), drop_bad_microbatches=True)
 NUM = 4
-"""Microbatches a step: a power of two, so that dividing by it, and by what two or three bad ones leave, is exact."""
+"""Microbatches per step: a power of two, so that dividing by it, and by the two or three good ones, is exact."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -29,7 +29,7 @@ def split(batches: Sequence[Batch], size: int = NUM) -> list[Sequence[Batch]]:
 def accumulate_plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[Sequence[Batch]], *, scaler: Any = None
 ) -> None:
-    """The user's loop: each loss is divided by the number of microbatches."""
+    """Run the user's loop, which divides each loss by the number of microbatches."""
     for step in steps:
         for batch in step:
             loss = loss_of(model)(batch) / len(step)
@@ -57,7 +57,7 @@ def accumulate_guarded(
                 guard.backward(fn, batch, len(step))
             elif form == "loss":
                 guard.backward(fn(batch, len(step)))
-            elif number < len(step) - 1:  # the last microbatch goes into the step
+            elif number < len(step) - 1:  # the last microbatch is part of the step
                 guard.backward(fn, batch, len(step))
             else:
                 guard.step(fn, batch, len(step))
@@ -92,7 +92,7 @@ def test_quiet_accumulation_equals_plain_accumulation_bit_for_bit(config: GuardC
 
 
 @pytest.mark.parametrize("config", [QUIET, DROP], ids=["whole", "drop"])
-def test_a_number_of_microbatches_that_does_not_divide_exactly_is_invisible_too(config: GuardConfig) -> None:
+def test_an_inexact_number_of_microbatches_is_invisible_too(config: GuardConfig) -> None:
     (plain, plain_optimizer), (guarded, optimizer) = make_pair(adamw)
     steps = split(make_batches(8), size=3)
     accumulate_plain(plain, plain_optimizer, steps)
@@ -112,7 +112,7 @@ def test_the_record_shows_the_microbatches_and_the_mean_loss() -> None:
     assert record.loss == pytest.approx(sum(losses) / NUM, rel=1e-6)
 
 
-def test_clipping_sees_the_accumulated_gradient_only() -> None:
+def test_only_the_accumulated_gradient_is_clipped() -> None:
     (plain, plain_optimizer), (guarded, optimizer) = make_pair(lambda p: torch.optim.SGD(p, lr=0.1), norm=False)
     step = make_batches(NUM)
     for batch in step:
@@ -147,7 +147,7 @@ def test_one_bad_microbatch_skips_the_whole_step(form: str, bad: set[int]) -> No
     assert (stats["num_steps"], stats["num_skipped"], stats["num_dropped_microbatches"]) == (3, 1, 0)
 
 
-def test_the_plain_loop_would_have_died_of_it() -> None:
+def test_the_plain_loop_would_have_failed() -> None:
     model = make_model(norm=True)
     optimizer = adamw(model.parameters())
     accumulate_plain(model, optimizer, [list(poison_batches(make_batches(NUM), at={1}))])
@@ -155,7 +155,7 @@ def test_the_plain_loop_would_have_died_of_it() -> None:
     assert not model[1].running_mean.isfinite().all()
 
 
-# --- on request: the bad one is left out ----------------------------------------------------------------------------
+# --- on request: the bad one is dropped -----------------------------------------------------------------------------
 
 
 def kept_of(step: Sequence[Batch], bad: Collection[int]) -> list[Batch]:
@@ -163,7 +163,7 @@ def kept_of(step: Sequence[Batch], bad: Collection[int]) -> list[Batch]:
 
 
 EXACT: dict[str, set[int]] = {
-    # two or one of four are left: dividing by 4 and multiplying by 2 or 4 rounds nothing
+    # two or one of four remain: dividing by 4 and multiplying by 2 or 4 rounds nothing
     "first two": {0, 1},
     "first and last": {0, 3},
     "middle two": {1, 2},
@@ -198,7 +198,7 @@ def test_one_of_four_dropped_leaves_the_average_of_three_within_rounding(bad: se
         assert torch.equal(a, b)
 
 
-def test_the_record_tells_what_was_dropped() -> None:
+def test_the_record_shows_what_was_dropped() -> None:
     model = make_model()
     guard = Guard(model, sgd(model), config=DROP)
     good = make_batches(NUM)
@@ -209,17 +209,17 @@ def test_the_record_tells_what_was_dropped() -> None:
     assert not record.skipped
     assert record.num_nonfinite == 0
     assert (record.num_microbatches, record.num_dropped_microbatches) == (NUM, 2)
-    assert record.loss == pytest.approx(sum(losses) / 2, rel=1e-6)  # the mean of those that were kept
+    assert record.loss == pytest.approx(sum(losses) / 2, rel=1e-6)  # the mean of the kept ones
     assert guard.stats()["num_dropped_microbatches"] == 2
     assert {incident.step for incident in guard.incidents} == {0}
     for number in (1, 2):
-        told = [i for i in guard.incidents if f"microbatch {number}" in i.finding.message]
-        assert told
-        assert all("left out" in i.outcome.message for i in told)
+        skips = [i for i in guard.incidents if f"microbatch {number}" in i.finding.message]
+        assert skips
+        assert all("left out" in i.outcome.message for i in skips)
     assert not any("microbatch 0" in i.finding.message for i in guard.incidents)
 
 
-def test_all_bad_skips_the_step_and_leaves_no_trace() -> None:
+def test_a_step_of_only_bad_microbatches_is_skipped_without_a_trace() -> None:
     (plain, plain_optimizer), (guarded, optimizer) = make_pair(adamw)
     steps = split(make_batches(3 * NUM))
     accumulate_plain(plain, plain_optimizer, [steps[0], steps[2]])
@@ -231,7 +231,7 @@ def test_all_bad_skips_the_step_and_leaves_no_trace() -> None:
     assert (stats["num_steps"], stats["num_skipped"], stats["num_dropped_microbatches"]) == (3, 1, NUM)
 
 
-def test_a_skipped_step_of_dropped_microbatches_says_so_in_its_record() -> None:
+def test_the_record_of_a_skipped_step_shows_its_dropped_microbatches() -> None:
     model = make_model()
     guard = Guard(model, sgd(model), config=DROP)
     accumulate_guarded(model, guard, [list(poison_batches(make_batches(2), at={0, 1}))])
@@ -242,7 +242,7 @@ def test_a_skipped_step_of_dropped_microbatches_says_so_in_its_record() -> None:
     assert math.isnan(record.loss)
 
 
-def test_a_bad_gradient_behind_a_good_loss_is_dropped() -> None:
+def test_a_bad_gradient_with_a_good_loss_is_dropped() -> None:
     (plain, plain_optimizer), (guarded, optimizer) = make_pair(lambda p: torch.optim.SGD(p, lr=0.1))
     step = make_batches(2)
     accumulate_plain(plain, plain_optimizer, [step[:1]])
@@ -274,7 +274,7 @@ def test_a_single_bad_microbatch_is_a_skipped_step() -> None:
     assert guard.stats()["num_skipped"] == 1
 
 
-def test_batch_statistics_are_as_if_the_dropped_microbatch_had_never_come() -> None:
+def test_a_dropped_microbatch_leaves_no_trace_in_batch_statistics() -> None:
     plain, guarded = make_model(norm=True), make_model(norm=True)
     guard = Guard(guarded, sgd(guarded), config=DROP)
     batches = make_batches(NUM)
@@ -292,7 +292,7 @@ def test_batch_statistics_are_as_if_the_dropped_microbatch_had_never_come() -> N
 
 
 class Sparse(nn.Module):
-    """An embedding whose gradient is sparse, and one that a microbatch may leave out."""
+    """A sparse embedding, and one that a microbatch may not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def test_sparse_and_missing_gradients_accumulate_as_in_torch() -> None:
     assert_same(snapshot(plain), snapshot(guarded))
 
 
-def test_a_dropped_microbatch_among_sparse_gradients_leaves_the_others() -> None:
+def test_a_dropped_microbatch_among_sparse_gradients_does_not_affect_the_others() -> None:
     plain, guarded = Sparse(), Sparse()
     plain.loss([1, 1, 2], extra=True, factor=1.0).backward()
     optimizer = sgd(plain)

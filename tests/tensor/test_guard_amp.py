@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, the loss scaler, and which format to choose. All on the CPU; tests/gpu has the rest."""
+"""Mixed precision: autocast, the loss scaler, and the choice of a format. All on the CPU; tests/gpu has the rest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train_stock(
     dtype: torch.dtype = torch.float16,
     max_norm: float | None = None,
 ) -> None:
-    """The recipe of torch's documentation."""
+    """The recipe in torch's documentation."""
     for batch in batches:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype):
@@ -102,7 +102,7 @@ def test_autocast_really_changes_the_numbers() -> None:
     assert losses[Precision.FP32] == losses[None] != losses[Precision.BF16]
 
 
-def test_fp32_in_the_config_closes_the_callers_autocast() -> None:
+def test_fp32_in_the_config_overrides_the_callers_autocast() -> None:
     model = make_model()
     guard = Guard(model, sgd(model), config=autocast_config(Precision.FP32))
     seen: list[torch.dtype] = []
@@ -137,11 +137,11 @@ def test_a_quiet_run_equals_the_stock_scaler_recipe_bit_for_bit(scale: float) ->
     for batch in batches:
         guard.step(loss_of(guarded), batch)
     assert_same(snapshot(plain, plain_optimizer, scalers[0]), snapshot(guarded, optimizer, scalers[1]))
-    assert scalers[1].get_scale() == 4 * scale  # it grew twice, and both grew alike
+    assert scalers[1].get_scale() == 4 * scale  # it grew twice, the same in both
     assert guard.findings == []
 
 
-def test_the_record_tells_the_scale_that_the_step_used_and_the_true_norm() -> None:
+def test_the_record_has_the_scale_used_and_the_true_norm() -> None:
     model, reference = make_model(), make_model()
     scaler = make_scaler(16.0, growth_interval=1)
     guard = Guard(model, sgd(model), config=QUIET, scaler=scaler)
@@ -156,7 +156,7 @@ def test_the_record_tells_the_scale_that_the_step_used_and_the_true_norm() -> No
     assert last_of(guard).loss_scale == 32.0
 
 
-def test_clipping_sees_unscaled_gradients() -> None:
+def test_unscaled_gradients_are_clipped() -> None:
     plain, guarded = make_model(), make_model()
     plain_optimizer, optimizer = sgd(plain), sgd(guarded)
     scalers = [make_scaler(), make_scaler()]
@@ -168,14 +168,14 @@ def test_clipping_sees_unscaled_gradients() -> None:
         guard.step(loss_of(guarded), batch)
         assert last_of(guard).clipped
     for a, b in zip(plain.parameters(), guarded.parameters()):
-        # One product with coefficient / scale here, two products there, and a coefficient in float64; the difference
+        # One product with coefficient / scale here, two products there, and a float64 coefficient; the difference
         # can flip a rounding to fp16 (1e-3) in a later forward, which moves a weight by lr * max_norm * 1e-3.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
 @pytest.mark.parametrize("form", ["loss", "backward", "own backward"])
-def test_every_form_of_the_step_drives_the_scaler_alike(form: str) -> None:
+def test_every_form_of_the_step_updates_the_scaler_the_same(form: str) -> None:
     plain, guarded = make_model(), make_model()
     plain_optimizer, optimizer = adamw(plain), adamw(guarded)
     scalers = [make_scaler(), make_scaler()]
@@ -216,7 +216,7 @@ def test_two_optimizers_share_one_scaler() -> None:
     assert_same(snapshot(plain, *kinds[0], scalers[0]), snapshot(guarded, *kinds[1], scalers[1]))
 
 
-def test_a_disabled_scaler_is_as_good_as_none() -> None:
+def test_a_disabled_scaler_is_ignored() -> None:
     with_it, without = make_model(), make_model()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     guards = [
@@ -235,7 +235,7 @@ def test_a_disabled_scaler_is_as_good_as_none() -> None:
 
 
 @pytest.mark.parametrize("bad", [{0}, {2}, {0, 1, 4}], ids=["first", "middle", "several"])
-def test_an_overflow_backs_the_scale_off_exactly_like_the_stock_recipe(bad: set[int]) -> None:
+def test_an_overflow_reduces_the_scale_like_the_stock_recipe(bad: set[int]) -> None:
     plain, guarded = make_model(), make_model()
     plain_optimizer, optimizer = adamw(plain), adamw(guarded)
     scalers = [make_scaler(), make_scaler()]
@@ -250,7 +250,7 @@ def test_an_overflow_backs_the_scale_off_exactly_like_the_stock_recipe(bad: set[
     assert guard.stats()["num_skipped"] == len(bad)
 
 
-def test_a_real_overflow_in_fp16_is_searched_out_of_and_is_only_info() -> None:
+def test_a_real_overflow_in_fp16_is_resolved_by_the_scale_search_and_only_an_info() -> None:
     model = make_model()
     scaler = make_scaler(2.0**30)  # far beyond what fp16 gradients can hold
     guard = Guard(model, adamw(model), config=autocast_config(Precision.FP16), scaler=scaler)
@@ -283,12 +283,12 @@ def test_an_overflow_resets_the_growth_tracker() -> None:
     assert trackers == [(16.0, 1), (16.0, 2), (8.0, 0), (8.0, 1), (8.0, 2)]
 
 
-# --- a loss that no scale can help ----------------------------------------------------------------------------------
+# --- a loss that is not finite at any scale -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["loss", "batch"])
-def test_a_nonfinite_loss_touches_neither_scale_nor_growth(where: str, value: float) -> None:
+def test_a_nonfinite_loss_changes_neither_scale_nor_growth(where: str, value: float) -> None:
     model = make_model()
     scaler = make_scaler(16.0)
     guard = Guard(model, adamw(model), scaler=scaler)
@@ -304,14 +304,14 @@ def test_a_nonfinite_loss_touches_neither_scale_nor_growth(where: str, value: fl
     assert {f.severity for f in found} == {Severity.ERROR}
 
 
-def test_the_stock_recipe_would_have_backed_off_for_it() -> None:
+def test_the_stock_recipe_would_have_reduced_the_scale() -> None:
     model = make_model()
     scaler = make_scaler(16.0)
     train_stock(model, adamw(model), scaler, poison_batches(make_batches(3), at={1, 2}))
     assert scaler.get_scale() == 4.0
 
 
-def test_the_scaler_goes_on_after_a_bad_loss_as_if_it_had_never_come() -> None:
+def test_a_bad_loss_leaves_no_trace_in_the_scaler() -> None:
     plain, guarded = make_model(), make_model()
     plain_optimizer, optimizer = adamw(plain), adamw(guarded)
     scalers = [make_scaler(), make_scaler()]
@@ -356,19 +356,19 @@ def test_a_precision_is_always_chosen() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that must not be there")
-def test_without_cuda_its_precision_is_the_safe_one() -> None:
+def test_without_cuda_the_chosen_precision_is_the_safe_one() -> None:
     assert choose_precision("cuda") is Precision.FP32
 
 
-def test_a_chosen_precision_can_be_trained_in() -> None:
+def test_training_works_in_the_chosen_precision() -> None:
     model = make_model()
     guard = Guard(model, sgd(model), config=GuardConfig(autocast=choose_precision("cpu")))
     guard.step(loss_of(model), make_batches(1)[0])
     assert not last_of(guard).skipped
 
 
-def test_choosing_never_kills_the_process_whatever_the_processor_promises() -> None:
-    # Without the cap that conftest sets, a half-precision matmul may die with SIGILL here: only the probe may.
+def test_choosing_a_precision_never_kills_the_process() -> None:
+    # Without conftest's cap, a half-precision matmul may die with SIGILL here: only the probe may die.
     env = {**os.environ, "PYTHONPATH": str(Path(steadygrad.__file__).parents[1])}
     env.pop("ONEDNN_MAX_CPU_ISA", None)
     code = "from steadygrad import choose_precision; print(choose_precision('cpu'))"

@@ -1,4 +1,4 @@
-"""A Guard in company: beside another guard, after an exception, with buffers and optimizers of an unusual kind."""
+"""A Guard with others: another guard, an exception, unusual buffers and optimizers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("form", ["function", "loss"])
-def test_two_networks_whose_losses_reach_each_other_train_as_in_a_plain_loop(form: str) -> None:
+def test_two_networks_with_coupled_losses_train_as_in_a_plain_loop(form: str) -> None:
     """The generator's loss fills the discriminator's gradients too; its own next step must not find them."""
 
     def train(*, guarded: bool) -> list[Tensor]:
@@ -68,7 +68,7 @@ def test_two_networks_whose_losses_reach_each_other_train_as_in_a_plain_loop(for
 
 
 class Break(torch.autograd.Function):
-    """Raises in the backward pass, when half of the gradients are there."""
+    """Raises in backward, when half of the gradients exist."""
 
     now = False
 
@@ -85,7 +85,7 @@ class Break(torch.autograd.Function):
 
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("form", ["function", "loss", "microbatches"])
-def test_a_backward_that_broke_off_leaves_nothing_for_the_next_step(form: str, drops: bool) -> None:
+def test_an_interrupted_backward_leaves_nothing_for_the_next_step(form: str, drops: bool) -> None:
     def train(*, guarded: bool) -> list[Tensor]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -124,7 +124,7 @@ def test_a_backward_that_broke_off_leaves_nothing_for_the_next_step(form: str, d
 
 
 class Prior(nn.Module):
-    """log(share of each class so far): -inf for a class that has not been seen yet."""
+    """log(share of each class so far): -inf for a class not seen yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Prior(nn.Module):
         return F.cross_entropy(self.linear(x) + self.log_prior.clamp(min=-10), labels)
 
 
-def test_a_buffer_that_may_be_infinite_skips_no_step() -> None:
+def test_a_buffer_that_may_be_infinite_causes_no_skip() -> None:
     model = Prior()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(10):
@@ -149,7 +149,7 @@ def test_a_buffer_that_may_be_infinite_skips_no_step() -> None:
     assert guard.findings == []
 
 
-def test_statistics_of_a_norm_that_became_infinite_still_skip_the_step() -> None:
+def test_infinite_statistics_of_a_norm_still_skip_the_step() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -165,7 +165,7 @@ def test_statistics_of_a_norm_that_became_infinite_still_skip_the_step() -> None
     assert guard.findings
 
 
-def test_a_lazy_norm_is_no_obstacle() -> None:
+def test_a_lazy_norm_is_accepted() -> None:
     model = make_model()
     trained = [*model.parameters()]
     model.lazy = nn.LazyBatchNorm1d()  # never called, so that it has no shape
@@ -178,7 +178,7 @@ def test_a_lazy_norm_is_no_obstacle() -> None:
 # --- parameters and optimizers --------------------------------------------------------------------------------------
 
 
-def test_a_parameter_exchanged_in_the_middle_of_its_group_is_watched() -> None:
+def test_a_parameter_replaced_within_its_group_is_watched() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = Guard(model, optimizer)
@@ -194,7 +194,7 @@ def test_a_parameter_exchanged_in_the_middle_of_its_group_is_watched() -> None:
 
 
 class OwnRate(torch.optim.Optimizer):
-    """Finds its rate itself, as Adafactor does."""
+    """Computes its own rate, like Adafactor."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, defaults)
@@ -218,7 +218,7 @@ def test_an_optimizer_without_a_rate_can_be_guarded(defaults: dict[str, Any]) ->
     assert guard.summary()
 
 
-def test_a_program_that_has_unscaled_one_of_two_optimizers_gets_both_unscaled() -> None:
+def test_if_the_program_unscaled_one_of_two_optimizers_both_are_unscaled() -> None:
     def train(*, guarded: bool) -> list[Tensor]:
         model = make_model()
         first, second = (torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model)
@@ -242,8 +242,8 @@ def test_a_program_that_has_unscaled_one_of_two_optimizers_gets_both_unscaled() 
 # --- saving and data ------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_that_clears_its_gradients_after_the_step_resumes_to_the_bit(tmp_path: Path) -> None:
-    """The save comes inside the step, before the loop has cleared: what the step has used is no state."""
+def test_a_loop_that_clears_gradients_after_the_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """The save happens inside the step, before the loop clears: used gradients are not state."""
     data = torch.randn(12, 8, 4)
 
     def train(steps: range, *, resume: bool, run_dir: Path) -> list[Tensor]:
@@ -263,8 +263,8 @@ def test_a_loop_that_clears_its_gradients_after_the_step_resumes_to_the_bit(tmp_
         assert torch.equal(resumed, expected)
 
 
-def test_weights_that_a_state_dict_calls_otherwise_are_put_back(tmp_path: Path) -> None:
-    """torch's wrapper for activation checkpointing takes its own name out of the state_dict, and only there."""
+def test_weights_with_another_name_in_the_state_dict_are_restored(tmp_path: Path) -> None:
+    """torch's wrapper for activation checkpointing removes its own name from the state_dict, and only there."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     def make(seed: int) -> nn.Sequential:
@@ -288,7 +288,7 @@ def test_weights_that_a_state_dict_calls_otherwise_are_put_back(tmp_path: Path) 
         assert torch.equal(a, b)
 
 
-def test_what_an_extra_cannot_save_is_told_and_ends_no_training(tmp_path: Path) -> None:
+def test_an_unsaveable_extra_is_reported_and_does_not_stop_the_training(tmp_path: Path) -> None:
     class Locked:
         def state_dict(self) -> dict[str, Any]:
             return {"lines": (line for line in "abc")}
@@ -325,7 +325,7 @@ def test_data_without_a_length_can_be_iterated() -> None:
     assert guard.num_steps == 3
 
 
-def test_a_parameter_group_may_hold_a_tensor_of_several_numbers() -> None:
+def test_a_parameter_group_may_contain_a_tensor_of_several_numbers() -> None:
     model = make_model()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "table": torch.ones(3)}], lr=0.1)
     guard = Guard(model, optimizer)
@@ -334,7 +334,7 @@ def test_a_parameter_group_may_hold_a_tensor_of_several_numbers() -> None:
     assert guard.num_steps == 1
 
 
-def test_a_peak_of_the_schedule_goes_with_a_changed_rate(tmp_path: Path) -> None:
+def test_a_changed_rate_also_changes_the_peak_of_the_schedule(tmp_path: Path) -> None:
     def train(lr: float, peak: float, steps: int, run_dir: Path, *, resume: bool) -> list[float]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -354,7 +354,7 @@ def test_a_peak_of_the_schedule_goes_with_a_changed_rate(tmp_path: Path) -> None
     assert [rate / 0.25 for rate in lower] == pytest.approx(whole[3:])
 
 
-def test_keys_that_are_numbers_of_numpy_are_saved_as_they_can_be_loaded(tmp_path: Path) -> None:
+def test_numpy_numbers_as_keys_are_saved_so_that_they_can_be_loaded(tmp_path: Path) -> None:
     class Counted:
         def __init__(self) -> None:
             self.state: dict[Any, int] = {np.float64(0.5): 1, np.str_("a"): 2, (np.int64(1), 2): 3}
@@ -427,7 +427,7 @@ def test_guards_that_share_a_scaler_each_divide_by_their_own_scale(form: str, or
 # --- gradients of another loss --------------------------------------------------------------------------------------
 
 
-def test_the_programs_own_backward_of_another_loss_is_a_part_of_the_step() -> None:
+def test_a_backward_of_another_loss_by_the_program_is_part_of_the_step() -> None:
     def train(*, guarded: bool) -> tuple[Tensor, list[str]]:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
@@ -445,12 +445,12 @@ def test_the_programs_own_backward_of_another_loss_is_a_part_of_the_step() -> No
                 optimizer.zero_grad()
         return model.weight.detach(), [] if guard is None else [f.kind for f in guard.findings]
 
-    (ours, told), (plain, _) = train(guarded=True), train(guarded=False)
+    (ours, kinds), (plain, _) = train(guarded=True), train(guarded=False)
     assert torch.equal(ours, plain)
-    assert told == ["added_gradients"]
+    assert kinds == ["added_gradients"]
 
 
-def test_a_function_says_once_that_it_dropped_the_gradients_of_another_loss() -> None:
+def test_dropping_the_gradients_of_another_loss_is_reported_once() -> None:
     model = nn.Linear(4, 2)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=UNCLIPPED)
     for _ in range(5):
@@ -461,7 +461,7 @@ def test_a_function_says_once_that_it_dropped_the_gradients_of_another_loss() ->
 
 
 @pytest.mark.parametrize("form", ["function", "loss"])
-def test_a_generator_that_nobody_guards_leaves_nothing_in_its_judge(form: str) -> None:
+def test_an_unguarded_generator_leaves_nothing_in_its_discriminators_guard(form: str) -> None:
     def train(*, guarded: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)
         maker, judge = nn.Linear(2, 4), nn.Linear(4, 1)
@@ -490,8 +490,8 @@ def test_a_generator_that_nobody_guards_leaves_nothing_in_its_judge(form: str) -
     assert found == 0
 
 
-def test_a_call_that_another_guards_step_made_is_no_part_of_the_replay() -> None:
-    """A generator's step runs its discriminator: the discriminator's guard hears a call of its model between steps."""
+def test_a_call_from_another_guards_step_is_not_part_of_the_replay() -> None:
+    """A generator's step runs its discriminator: the discriminator's guard sees a call of its model between steps."""
     generator, judge = nn.Linear(4, 2), nn.Linear(2, 1)
     making = Guard(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
     judging = Guard(judge, torch.optim.SGD(judge.parameters(), lr=0.1))

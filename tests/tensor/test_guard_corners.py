@@ -1,4 +1,4 @@
-"""Corners of the guarded step: parameters that come later, scalers in the user's hands, rules that break, masks."""
+"""Corner cases of the guarded step: late parameters, user-driven scalers, broken rules, masks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_parameters_added_to_the_optimizer_later_are_guarded() -> None:
     assert last_of(guard).skipped
 
 
-def test_gradients_that_the_user_has_unscaled_are_stepped_with_and_the_scaler_goes_on() -> None:
+def test_gradients_unscaled_by_the_user_are_used_and_the_scaler_continues() -> None:
     plain, guarded = make_model(), make_model()
     optimizers = [sgd(plain), sgd(guarded)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in range(2)]
@@ -56,7 +56,7 @@ def test_gradients_that_the_user_has_unscaled_are_stepped_with_and_the_scaler_go
     assert_same(snapshot(plain, scalers[0]), snapshot(guarded, scalers[1]))
 
 
-def test_an_overflow_that_the_user_has_unscaled_backs_the_scale_off_and_is_info() -> None:
+def test_an_overflow_unscaled_by_the_user_reduces_the_scale_and_is_an_info() -> None:
     model = make_model()
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=16.0)
     guard = Guard(model, optimizer, scaler=scaler)
@@ -70,7 +70,7 @@ def test_an_overflow_that_the_user_has_unscaled_backs_the_scale_off_and_is_info(
 
 
 @pytest.mark.parametrize("overflowed", [{0}, {1}, {0, 1}])
-def test_an_overflow_in_a_dropped_microbatch_backs_the_scale_off_and_is_info(overflowed: set[int]) -> None:
+def test_an_overflow_in_a_dropped_microbatch_reduces_the_scale_and_is_an_info(overflowed: set[int]) -> None:
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     guard = Guard(model, sgd(model), config=GuardConfig(drop_bad_microbatches=True), scaler=scaler)
@@ -83,7 +83,7 @@ def test_an_overflow_in_a_dropped_microbatch_backs_the_scale_off_and_is_info(ove
 
 
 @pytest.mark.parametrize("form", ["fn", "loss"])
-def test_a_rollback_out_of_validate_is_not_undone_by_the_next_step(form: str) -> None:
+def test_a_rollback_in_validate_is_not_undone_by_the_next_step(form: str) -> None:
     model = make_model(norm=True)
     policy = Policy(actions={"nonfinite_validation": Action.ROLLBACK})
     guard = Guard(model, sgd(model), config=GuardConfig(policy=policy))
@@ -98,7 +98,7 @@ def test_a_rollback_out_of_validate_is_not_undone_by_the_next_step(form: str) ->
     assert_same(rolled_back, snapshot(model))
 
 
-def test_switched_off_a_bad_validation_loss_changes_no_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_guard_changes_no_rate_for_a_bad_validation_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEADYGRAD", "off")
     model = make_model()
     optimizer = sgd(model, lr=1.0)
@@ -117,17 +117,17 @@ class BrokenRule:
         return {}
 
     def load_state_dict(self, state: Any) -> None:
-        """Nothing to take."""
+        """Do nothing."""
 
 
-def test_a_broken_rule_of_ones_own_silences_no_other_rule() -> None:
+def test_a_broken_custom_rule_silences_no_other_rule() -> None:
     model = make_model()
     guard = Guard(model, sgd(model), config=GuardConfig(detect=DetectConfig(rules=(BrokenRule(),))))
     guard.step(loss_of(model), bad(make_batches(1)[0]))
     assert {f.kind for i in guard.incidents for f in i.findings} >= {"nonfinite_loss", "nonfinite_gradient"}
 
 
-def test_a_broken_rule_does_not_switch_raise_off() -> None:
+def test_a_broken_rule_does_not_disable_raise() -> None:
     model = make_model()
     config = GuardConfig(on_nonfinite=Action.RAISE, detect=DetectConfig(rules=(BrokenRule(),)))
     guard = Guard(model, sgd(model), config=config)
@@ -135,19 +135,19 @@ def test_a_broken_rule_does_not_switch_raise_off() -> None:
         guard.step(loss_of(model), bad(make_batches(1)[0]))
 
 
-def test_an_extra_forward_of_the_users_is_not_undone_by_a_skip() -> None:
+def test_an_extra_forward_of_the_user_is_not_undone_by_a_skip() -> None:
     model = make_model(norm=True)
     guard = Guard(model, sgd(model))
     batches = make_batches(3)
     guard.step(loss_of(model), batches[0])
     with torch.no_grad():
-        model(batches[1][0])  # BatchNorm moves its statistics without moving their version
+        model(batches[1][0])  # BatchNorm changes its statistics without changing their version
     before = snapshot(model)
     guard.step(loss_of(model), bad(batches[2]))
     assert_same(before, snapshot(model))
 
 
-def test_a_large_buffer_that_first_moves_later_is_put_back() -> None:
+def test_a_large_buffer_that_first_changes_later_is_restored() -> None:
     class Bank(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -178,7 +178,7 @@ def test_a_mask_of_minus_inf_is_healthy() -> None:
     assert guard.health()["overall_healthy"]
 
 
-def test_raise_tells_everything_that_was_found() -> None:
+def test_raise_reports_every_finding() -> None:
     model = make_model()
     guard = Guard(model, sgd(model), config=GuardConfig(on_nonfinite=Action.RAISE))
     with pytest.raises(NonFiniteError) as caught:
@@ -206,7 +206,7 @@ def test_a_healthy_step_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
     other = nn.Linear(8, 1)
     idle = Guard(other, torch.optim.SGD(other.parameters(), 1e-3))
-    idle.step(lambda x: other(x).square().mean(), torch.randn(16, 8))  # then never again, while the other one trains
+    idle.step(lambda x: other(x).square().mean(), torch.randn(16, 8))  # then never again, while the other one trains on
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     guard = Guard(model, torch.optim.AdamW(model.parameters(), 1e-3))
 
@@ -219,11 +219,11 @@ def test_a_healthy_step_leaves_nothing_behind() -> None:
 
     counts = [count_after(300) for _ in range(4)]
     grown = [now - before for before, now in itertools.pairwise(counts)]
-    assert min(grown) < 30, grown  # less than one object in ten steps; a thread of another test may add some once
+    assert min(grown) < 30, grown  # less than one object per ten steps; a thread of another test may add some once
 
 
-def test_troubles_that_a_rollback_cured_never_add_up_to_a_halt() -> None:
-    """Twelve bad steps in a row every 150: each time the run goes back, trains on, and is well."""
+def test_faults_cured_by_rollbacks_never_add_up_to_a_halt() -> None:
+    """Twelve bad steps in a row every 150 steps: each time the run rolls back, trains on, and recovers."""
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     config = GuardConfig(snapshots=SnapshotConfig(good_after=5), diagnose=DiagnoseConfig(enabled=False))
@@ -237,11 +237,11 @@ def test_troubles_that_a_rollback_cured_never_add_up_to_a_halt() -> None:
     assert guard.stats()["num_rollbacks"] == 6
 
 
-def test_a_guard_that_is_switched_off_trains_on_where_a_rollback_left_batches_out() -> None:
+def test_a_disabled_guard_resumes_inside_a_rollback_window() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = Guard(model, optimizer).state_dict()
-    state["actor"]["num_to_refuse"] = 5  # saved inside the window that a rollback opens
+    state["actor"]["num_to_refuse"] = 5  # saved inside the window after a rollback
     guard = Guard(model, optimizer, enabled=False)
     guard.load_state_dict(state)
     before = model.weight.detach().clone()
@@ -250,7 +250,7 @@ def test_a_guard_that_is_switched_off_trains_on_where_a_rollback_left_batches_ou
     assert list(guard.batches([1, 2])) == [1, 2]
 
 
-def test_a_guard_that_is_switched_off_scales_what_its_optimizer_has() -> None:
+def test_a_disabled_guard_scales_what_its_optimizer_has() -> None:
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)  # has no weight decay
     guard = Guard(model, optimizer, enabled=False)
@@ -260,7 +260,7 @@ def test_a_guard_that_is_switched_off_scales_what_its_optimizer_has() -> None:
     assert "weight_decay" not in optimizer.param_groups[0]
 
 
-def test_a_long_run_holds_nothing_of_healthy_steps_and_little_of_bad_ones(tmp_path: Path) -> None:
+def test_a_long_run_keeps_nothing_of_healthy_steps_and_little_of_bad_ones(tmp_path: Path) -> None:
     model = make_model()
     config = GuardConfig(policy=Policy(max_skips=10**9))
     guard = Guard(model, sgd(model), config=config, run_dir=tmp_path)
@@ -275,12 +275,12 @@ def test_a_long_run_holds_nothing_of_healthy_steps_and_little_of_bad_ones(tmp_pa
 
     bad_steps, healthy = counts[3] - counts[2], counts[5] - counts[4]
     assert len(guard.incidents) >= 15
-    assert bad_steps < 5 * 100  # findings, incidents and causes, which people ask for
+    assert bad_steps < 5 * 100  # findings, incidents and causes, which users read
     assert healthy < 20
 
 
 @pytest.mark.parametrize("kind", ["whole units", "single weights"])
-def test_weights_that_the_program_prunes_while_it_trains_are_not_called_dead(kind: str) -> None:
+def test_pruned_weights_are_not_reported_as_dead(kind: str) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 32, bias=False), nn.Linear(32, 32, bias=False), nn.Linear(32, 1, bias=False)]
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])

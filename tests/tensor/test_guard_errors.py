@@ -1,4 +1,4 @@
-"""What cannot work is refused before the first step, or at the call, with a message that says what to do."""
+"""Invalid use is refused before the first step, or at the call, with a message that says what to do."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def make_guard(**settings: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, G
     return model, optimizer, Guard(model, optimizer, **settings)
 
 
-def assert_told(error: BaseException, *parts: str) -> None:
-    """The error is ours and its message holds every part."""
+def assert_complete(error: BaseException, *parts: str) -> None:
+    """Assert that the error is ours and its message has every part."""
     assert isinstance(error, SteadygradError)
     missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{missing} not in {error}"
@@ -50,14 +50,14 @@ def test_a_model_without_parameters_is_refused() -> None:
     elsewhere = nn.Linear(2, 2)
     with pytest.raises(UsageError) as caught:
         Guard(nn.ReLU(), torch.optim.SGD(elsewhere.parameters(), lr=0.1))
-    assert_told(caught.value, "ReLU has no parameters", "nothing to train")
+    assert_complete(caught.value, "ReLU has no parameters", "nothing to train")
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = make_model(), copy.deepcopy(make_model())
     with pytest.raises(UsageError) as caught:
         Guard(model, torch.optim.AdamW(other.parameters()))
-    assert_told(caught.value, "AdamW shares no parameter with Sequential", "another model", "parameters()")
+    assert_complete(caught.value, "AdamW shares no parameter with Sequential", "another model", "parameters()")
 
 
 def test_one_optimizer_of_another_model_among_good_ones_is_refused() -> None:
@@ -70,13 +70,13 @@ def test_one_optimizer_of_another_model_among_good_ones_is_refused() -> None:
 def test_a_model_whose_move_replaced_its_parameters_is_refused() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.to("meta")  # as between any two devices that cannot share a tensor: the module gets new Parameters
+    model.to("meta")  # like between two devices that cannot share a tensor: the module gets new Parameters
     with pytest.raises(UsageError) as caught:
         Guard(model, optimizer)
-    assert_told(caught.value, "SGD shares no parameter", "moved to another device later")
+    assert_complete(caught.value, "SGD shares no parameter", "moved to another device later")
 
 
-def test_a_move_that_keeps_the_parameters_is_fine() -> None:
+def test_a_move_that_keeps_the_parameters_is_accepted() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.double()
@@ -90,14 +90,14 @@ def test_a_move_that_keeps_the_parameters_is_fine() -> None:
 @pytest.mark.parametrize(
     "model", [None, "model", lambda x: x, torch.ones(3)], ids=["None", "str", "function", "tensor"]
 )
-def test_a_model_that_is_no_module_is_refused(model: Any) -> None:
+def test_a_model_that_is_not_a_module_is_refused(model: Any) -> None:
     with pytest.raises(UsageError) as caught:
         Guard(model, torch.optim.SGD(make_model().parameters(), lr=0.1))
-    assert_told(caught.value, "must be a torch.nn.Module", type(model).__name__)
+    assert_complete(caught.value, "must be a torch.nn.Module", type(model).__name__)
 
 
 @pytest.mark.parametrize("optimizer", [None, "adam", [], [None], SimpleNamespace(step=print, param_groups=[])])
-def test_an_optimizer_that_is_none_of_torchs_is_refused(optimizer: Any) -> None:
+def test_an_optimizer_that_is_not_torchs_is_refused(optimizer: Any) -> None:
     with pytest.raises(UsageError, match="must be a torch optimizer or a list of them"):
         Guard(make_model(), optimizer)
 
@@ -106,16 +106,16 @@ def test_lbfgs_is_refused_by_name() -> None:
     model = make_model()
     with pytest.raises(UnsupportedError) as caught:
         Guard(model, torch.optim.LBFGS(model.parameters()))
-    assert_told(caught.value, "LBFGS", "closure", "first-order optimizer", "GradientHealthMonitor")
+    assert_complete(caught.value, "LBFGS", "closure", "first-order optimizer", "GradientHealthMonitor")
 
 
 def pretend(name: str, module: str, *bases: type) -> type:
-    """A class that says of itself what the real one says: only the name is looked at, and it is not installed here."""
+    """A class with the name and description of the real one, which is not installed here: only the name is checked."""
     return type(name, bases or (object,), {"__module__": module})
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "told"),
+    ("name", "module", "expected"),
     [
         ("DeepSpeedEngine", "deepspeed.runtime.engine", ("Guard.from_deepspeed(engine)", "DistributedDataParallel")),
         (
@@ -127,8 +127,8 @@ def pretend(name: str, module: str, *bases: type) -> type:
     ],
 )
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
-def test_an_engine_is_refused_by_name_with_what_to_do(
-    name: str, module: str, told: tuple[str, ...], derived: bool
+def test_an_engine_is_refused_by_name_with_advice(
+    name: str, module: str, expected: tuple[str, ...], derived: bool
 ) -> None:
     kind = pretend(name, module, nn.Linear)
     if derived:
@@ -136,7 +136,7 @@ def test_an_engine_is_refused_by_name_with_what_to_do(
     model = kind(3, 2)
     with pytest.raises(UnsupportedError) as caught:
         Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert_told(caught.value, f"{kind.__name__} cannot be guarded", *told)
+    assert_complete(caught.value, f"{kind.__name__} cannot be guarded", *expected)
 
 
 @pytest.mark.parametrize(
@@ -162,21 +162,21 @@ def test_a_class_that_only_shares_a_name_is_not_refused() -> None:
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])
 @pytest.mark.parametrize("strategy", [FixedNorm, ZClip])
-def test_a_clip_threshold_that_is_not_positive_is_refused(strategy: type, max_norm: float) -> None:
+def test_a_nonpositive_clip_threshold_is_refused(strategy: type, max_norm: float) -> None:
     with pytest.raises(ConfigError) as caught:
         make_guard(config=GuardConfig(clip=strategy(max_norm=max_norm)))
-    assert_told(caught.value, f"{strategy.__name__}.max_norm", f"got {max_norm!r}", "Use 1.0")
+    assert_complete(caught.value, f"{strategy.__name__}.max_norm", f"got {max_norm!r}", "Use 1.0")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a kernel where it cannot run")
-def test_a_kernel_that_cannot_run_here_is_refused_before_the_first_step() -> None:
+def test_an_unsupported_kernel_is_refused_before_the_first_step() -> None:
     with pytest.raises(ConfigError) as caught:
         make_guard(config=GuardConfig(measure=MeasureConfig(implementation=Implementation.TRITON)))
-    assert_told(caught.value, "MeasureConfig.implementation is 'triton'", "Use 'auto'")
+    assert_complete(caught.value, "MeasureConfig.implementation is 'triton'", "Use 'auto'")
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         ({"config": "guard.yaml"}, ("must be a GuardConfig, got 'guard.yaml'", "GuardConfig.load(path)")),
         ({"config": {"clip": None}}, ("must be a GuardConfig", "GuardConfig.from_dict(values)")),
@@ -185,18 +185,18 @@ def test_a_kernel_that_cannot_run_here_is_refused_before_the_first_step() -> Non
         ({"run_dir": 3}, ("run_dir must be the path of a folder or None, got 3",)),
     ],
 )
-def test_an_argument_of_another_kind_is_refused_by_name(given: dict[str, Any], told: tuple[str, ...]) -> None:
+def test_an_argument_of_another_type_is_refused_by_name(given: dict[str, Any], expected: tuple[str, ...]) -> None:
     with pytest.raises(UsageError) as caught:
         make_guard(**given)
-    assert_told(caught.value, *told)
+    assert_complete(caught.value, *expected)
 
 
-def test_a_scheduler_and_an_ema_that_cannot_move_are_refused() -> None:
+def test_a_scheduler_and_an_ema_without_a_step_are_refused() -> None:
     with pytest.raises(UsageError, match=r"must have step\(\), got int"):
         make_guard(scheduler=3)
     with pytest.raises(UsageError) as caught:
         make_guard(ema=object())
-    assert_told(caught.value, "update_parameters(model)", "AveragedModel")
+    assert_complete(caught.value, "update_parameters(model)", "AveragedModel")
 
 
 # --- the loss -------------------------------------------------------------------------------------------------------
@@ -210,26 +210,26 @@ BAD_RESULTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a dict without loss": (lambda model, x: {"a": 1, "b": 2}, ("dict without 'loss'", "a, b")),
     "a dict whose loss is a number": (lambda model, x: {"loss": 1.0}, ("must be a tensor, got float",)),
     "an empty tuple": (lambda model, x: (), ("must be a tensor, got tuple",)),
-    "a tuple whose first is no loss": (lambda model, x: (model(x), 1), ("must be a scalar", "(8, 3)")),
+    "a tuple without a loss at the start": (lambda model, x: (model(x), 1), ("must be a scalar", "(8, 3)")),
     "an object whose loss is None": (lambda model, x: SimpleNamespace(loss=None), ("got NoneType",)),
 }
 
 
-@pytest.mark.parametrize(("result", "told"), BAD_RESULTS.values(), ids=BAD_RESULTS.keys())
+@pytest.mark.parametrize(("result", "expected"), BAD_RESULTS.values(), ids=BAD_RESULTS.keys())
 @pytest.mark.parametrize("call", ["step", "backward"])
-def test_a_result_without_a_loss_to_train_on_is_refused(result: Any, told: tuple[str, ...], call: str) -> None:
+def test_a_result_without_a_loss_is_refused(result: Any, expected: tuple[str, ...], call: str) -> None:
     model, optimizer, guard = make_guard()
     before = snapshot(model, optimizer)
     x, _ = make_batches(1)[0]
     with pytest.raises(UsageError) as caught:
         getattr(guard, call)(lambda: result(model, x))
-    assert_told(caught.value, *told)
+    assert_complete(caught.value, *expected)
     assert_same(before, snapshot(model, optimizer))
     assert guard.last is None
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("loss", "expected"),
     [
         (torch.zeros(3, requires_grad=True) * 1, ("must be a scalar", "(3,)", "loss.mean()")),
         (torch.tensor(1.0), ("has no graph",)),
@@ -238,14 +238,14 @@ def test_a_result_without_a_loss_to_train_on_is_refused(result: Any, told: tuple
         ({"loss": torch.tensor(1.0)}, ("must be a tensor, got dict",)),
     ],
 )
-def test_a_loss_that_cannot_be_trained_on_is_refused(loss: Any, told: tuple[str, ...]) -> None:
+def test_an_untrainable_loss_is_refused(loss: Any, expected: tuple[str, ...]) -> None:
     _, _, guard = make_guard()
     with pytest.raises(UsageError) as caught:
         guard.step(loss)
-    assert_told(caught.value, *told)
+    assert_complete(caught.value, *expected)
 
 
-def test_a_loss_that_backward_has_run_through_is_refused_and_the_next_step_is_whole() -> None:
+def test_a_loss_after_its_backward_is_refused_and_the_next_step_is_complete() -> None:
     model, optimizer, guard = make_guard()
     batch = make_batches(1)[0]
     loss = loss_of(model)(batch)
@@ -253,13 +253,13 @@ def test_a_loss_that_backward_has_run_through_is_refused_and_the_next_step_is_wh
     before = snapshot(model, optimizer)
     with pytest.raises(UsageError) as caught:
         guard.step(loss)
-    assert_told(caught.value, "backward has already run", "call guard.step() without the loss")
+    assert_complete(caught.value, "backward has already run", "call guard.step() without the loss")
     assert_same(before, snapshot(model, optimizer))
     guard.step(loss_of(model)(batch))
     assert guard.num_steps == 1
 
 
-def test_arguments_beside_a_loss_are_refused() -> None:
+def test_arguments_next_to_a_loss_are_refused() -> None:
     model, _, guard = make_guard()
     batch = make_batches(1)[0]
     with pytest.raises(UsageError, match="arguments were passed with a loss"):
@@ -275,7 +275,7 @@ def test_a_refused_result_does_not_count_as_a_step() -> None:
     assert (guard.last.step, guard.last.num_microbatches) == (0, 1)
 
 
-def test_an_error_of_the_users_own_comes_through_unchanged() -> None:
+def test_an_error_of_the_user_passes_through_unchanged() -> None:
     _, _, guard = make_guard()
 
     def broken(batch: Any) -> Tensor:
@@ -292,7 +292,7 @@ def test_a_step_without_any_gradient_is_refused() -> None:
     _, _, guard = make_guard()
     with pytest.raises(UsageError) as caught:
         guard.step()
-    assert_told(caught.value, "no parameter of the optimizer has a gradient", "Run backward before guard.step()")
+    assert_complete(caught.value, "no parameter of the optimizer has a gradient", "Run backward before guard.step()")
 
 
 def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_refused() -> None:
@@ -302,7 +302,7 @@ def test_a_loss_that_reaches_no_parameter_of_the_optimizer_is_refused() -> None:
         guard.step(stranger.sum())
 
 
-def test_a_guard_works_on_after_a_step_without_gradients() -> None:
+def test_a_guard_continues_after_a_step_without_gradients() -> None:
     model, _, guard = make_guard()
     with pytest.raises(UsageError):
         guard.step()
@@ -312,7 +312,7 @@ def test_a_guard_works_on_after_a_step_without_gradients() -> None:
 
 
 def make_frozen(dtype: torch.dtype) -> tuple[nn.Module, Guard]:
-    """A model with a parameter of an odd dtype, which the optimizer holds as well."""
+    """A model with a parameter of an unusual dtype, which the optimizer also holds."""
     model = make_model()
     model.register_parameter("table", nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False))
     return model, Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -326,19 +326,19 @@ def test_an_integer_parameter_that_never_gets_a_gradient_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.float8_e4m3fn])
-def test_a_gradient_of_a_dtype_that_cannot_be_measured_is_refused_by_name(dtype: torch.dtype) -> None:
+def test_a_gradient_of_an_unsupported_dtype_is_refused_by_name(dtype: torch.dtype) -> None:
     model, guard = make_frozen(dtype)
     model.table.grad = torch.zeros(4, dtype=dtype)
     loss_of(model)(make_batches(1)[0]).backward()
     before = snapshot(model)
     with pytest.raises(UnsupportedError) as caught:
         guard.step()
-    assert_told(caught.value, "'table'", str(dtype), "float32, bfloat16, float16 or float64")
+    assert_complete(caught.value, "'table'", str(dtype), "float32, bfloat16, float16 or float64")
     assert_same(before, snapshot(model))
 
 
 class DTensor(Tensor):
-    """The name is what is looked at: the real one needs a process group."""
+    """Only the name is checked: the real one needs a process group."""
 
 
 def test_a_sharded_gradient_is_refused_by_name() -> None:
@@ -349,7 +349,7 @@ def test_a_sharded_gradient_is_refused_by_name() -> None:
     before = snapshot(model)
     with pytest.raises(UnsupportedError) as caught:
         guard.step()
-    assert_told(caught.value, "'2.weight'", "DTensor", "DistributedDataParallel")
+    assert_complete(caught.value, "'2.weight'", "DTensor", "DistributedDataParallel")
     assert_same(before, snapshot(model))
 
 
@@ -368,18 +368,18 @@ def test_a_sharded_gradient_is_refused_by_name() -> None:
     ],
     ids=["step fn", "step loss", "step", "backward", "validate", "end_epoch"],
 )
-def test_a_closed_guard_refuses_to_go_on(call: Any) -> None:
+def test_a_closed_guard_refuses_further_steps(call: Any) -> None:
     model, optimizer, guard = make_guard()
     guard.step(loss_of(model), make_batches(1)[0])
     guard.close()
     before = snapshot(model, optimizer)
     with pytest.raises(UsageError) as caught:
         call(guard, model)
-    assert_told(caught.value, "this guard is closed", "Create a new one")
+    assert_complete(caught.value, "this guard is closed", "Create a new one")
     assert_same(before, snapshot(model, optimizer))
 
 
-def test_a_closed_guard_still_answers_and_can_be_closed_again() -> None:
+def test_a_closed_guard_can_be_read_and_closed_again() -> None:
     model, _, guard = make_guard()
     guard.step(loss_of(model), make_batches(1)[0])
     guard.close()
@@ -398,7 +398,7 @@ def test_a_state_of_an_unknown_version_is_refused() -> None:
         guard.load_state_dict({**guard.state_dict(), "version": 99})
 
 
-def test_what_is_no_state_or_no_number_is_refused_by_name() -> None:
+def test_an_invalid_state_or_number_is_refused_by_name() -> None:
     _, _, guard = make_guard()
     with pytest.raises(UsageError, match=r"does not know this Guard state: int"):
         guard.load_state_dict(3)  # type: ignore[arg-type]
@@ -449,7 +449,7 @@ except UnsupportedError as error:
 
 
 def run_ranks(program: str, world_size: int, meeting: Path) -> list[str]:
-    """What each rank printed."""
+    """Return what each rank printed."""
     env = {**os.environ, "PYTHONPATH": str(Path(steadygrad.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     code = RANK_PROGRAM.replace("{program}", program)
     ranks = [
@@ -471,13 +471,13 @@ needs_distributed = pytest.mark.skipif(not torch.distributed.is_available(), rea
 
 
 @needs_distributed
-def test_a_process_group_of_one_is_fine_and_so_is_a_model_in_one_shard(tmp_path: Path) -> None:
+def test_a_process_group_of_one_and_an_unsharded_model_are_accepted(tmp_path: Path) -> None:
     alone, sharded = run_ranks(SHARD, 1, tmp_path / "meeting")[0].splitlines()
     assert alone == "alone: False"
     assert sharded == "accepted"
 
 
-def test_a_scaler_that_is_given_the_guard_says_what_to_write() -> None:
+def test_a_scaler_given_the_guard_says_what_to_write() -> None:
     model, _, guard = make_guard()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(make_batches(1)[0][0]).square().mean()).backward()

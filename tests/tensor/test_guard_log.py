@@ -1,4 +1,4 @@
-"""What a program tells its guard: `guard.log`, numbers beside the loss; `guard.scale_lr`, a rate that it changes."""
+"""Input from the program: `guard.log`, numbers besides the loss; `guard.scale_lr`, a changed rate."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def test_the_terms_of_a_loss_are_in_the_record_of_their_step(tmp_path: Path) -> 
         return text + 2 * image
 
     with guard:
-        told = guard.step(loss, torch.ones(4, 3))
+        total = guard.step(loss, torch.ones(4, 3))
         guard.step(lambda x: model(x).square().mean(), torch.ones(4, 3))
     first, second = (json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines())
     assert first["extra"].keys() == {"text", "image", "weight"}
-    assert first["extra"]["text"] + 2 * first["extra"]["image"] == pytest.approx(float(told))
-    assert "extra" not in second, "what was told of one step is not told of the next"
+    assert first["extra"]["text"] + 2 * first["extra"]["image"] == pytest.approx(float(total))
+    assert "extra" not in second, "values of one step must not appear in the next"
     assert " weight=2" in (tmp_path / "train.log").read_text().splitlines()[0]
 
 
-def test_microbatches_that_tell_the_same_name_are_averaged() -> None:
+def test_values_of_the_same_name_from_several_microbatches_are_averaged() -> None:
     model, guard = make()
     for value in (1.0, torch.tensor(4.0)):
         guard.backward(model(torch.ones(1, 3)).mean() / 2)
@@ -49,7 +49,7 @@ def test_microbatches_that_tell_the_same_name_are_averaged() -> None:
     assert list_step(guard.last)["extra/accuracy"] == 2.5
 
 
-def test_what_a_replay_tells_again_is_not_counted(tmp_path: Path) -> None:
+def test_values_logged_again_in_a_replay_are_not_counted(tmp_path: Path) -> None:
     model, guard = make(tmp_path)
 
     def loss(x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def test_a_tensor_of_several_numbers_is_refused_by_name() -> None:
         guard.log(losses=torch.ones(3))
 
 
-def test_a_rate_that_the_program_lowers_stays_lowered_under_its_schedule_and_stands_in_the_ledger() -> None:
+def test_a_rate_lowered_by_the_program_stays_lowered_under_its_schedule_and_is_in_the_ledger() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -83,15 +83,15 @@ def test_a_rate_that_the_program_lowers_stays_lowered_under_its_schedule_and_sta
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
     assert guard.stats()["current_learning_rate"] == pytest.approx(0.1 * 0.5**2 * 0.1)
     assert guard.stats()["weight_decay_factor"] == 1.5
-    told = [(i.finding.kind, i.verdict.reason, i.outcome.action) for i in guard.incidents]
-    assert told == [
+    changes = [(i.finding.kind, i.verdict.reason, i.outcome.action) for i in guard.incidents]
+    assert changes == [
         ("asked_for", "the loss exploded", Action.SCALE_LR),
         ("asked_for", "it overfits", Action.SCALE_WEIGHT_DECAY),
     ]
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, math.nan, math.inf, "half"])
-def test_a_factor_that_is_none_is_refused(factor: float) -> None:
+def test_an_invalid_factor_is_refused(factor: float) -> None:
     _, guard = make()
     with pytest.raises(UsageError, match=r"for the lr\. Give a number above 0"):
         guard.scale_lr(factor, "no reason")

@@ -1,4 +1,4 @@
-"""The guarded step on every kind of parameter and gradient: groups, dtypes, layouts, sparse, empty, come and gone."""
+"""The guarded step on every kind of parameter and gradient: groups, dtypes, layouts, sparse, empty, changing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from steadygrad.testing import poison_batches, poison_gradient
 # --- several optimizers and groups ----------------------------------------------------------------------------------
 
 
-def test_two_optimizers_make_one_decision_and_one_record_a_step() -> None:
+def test_two_optimizers_share_one_decision_and_one_record_per_step() -> None:
     model = make_model()
     optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[2].parameters(), lr=0.01)]
     guard = Guard(model, optimizers, config=QUIET)
@@ -64,7 +64,7 @@ def test_two_optimizers_in_a_quiet_run_equal_the_plain_loop() -> None:
     assert_same(snapshot(plain, *kinds[0]), snapshot(guarded, *kinds[1]))
 
 
-def test_the_norm_goes_over_the_parameters_of_all_optimizers() -> None:
+def test_the_norm_covers_the_parameters_of_all_optimizers() -> None:
     together, apart = make_model(), make_model()
     batch = make_batches(1)[0]
     one = Guard(together, sgd(together))
@@ -94,7 +94,7 @@ def test_parameter_groups_keep_their_own_settings() -> None:
     assert last_of(guard).learning_rates == (0.01, 0.05)
 
 
-def test_parameters_that_only_one_side_knows_are_an_info_finding() -> None:
+def test_parameters_unknown_to_one_side_are_an_info_finding() -> None:
     model, stranger = make_model(), nn.Parameter(torch.ones(2))
     guard = Guard(model, torch.optim.SGD([*model[2].parameters(), stranger], lr=0.1))
     found = [f for f in guard.findings if f.kind == "partial_overlap"]
@@ -104,7 +104,7 @@ def test_parameters_that_only_one_side_knows_are_an_info_finding() -> None:
     assert guard.incidents == []
 
 
-def test_a_frozen_parameter_that_no_optimizer_holds_is_no_finding() -> None:
+def test_a_frozen_parameter_in_no_optimizer_is_not_a_finding() -> None:
     model = make_model()
     model[0].requires_grad_(False)
     guard = Guard(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
@@ -133,7 +133,7 @@ def test_update_ratios_and_parameter_norms_equal_a_float64_reference(every: int)
         for name, parameter in model.named_parameters():
             norm = before[name].norm().item()
             moved = (parameter.detach().double() - before[name]).norm().item()
-            # Norms are float64; the difference is taken in fp32, which is exact for weights that hardly moved.
+            # Norms are float64; the difference is taken in fp32, which is exact for weights that barely moved.
             assert reading.parameter_norms[name] == pytest.approx(norm, rel=1e-12)
             assert reading.update_ratios[name] == pytest.approx(moved / norm, rel=1e-6)
             assert reading.update_ratios[name] > 0
@@ -156,11 +156,11 @@ def test_measuring_updates_changes_no_weight() -> None:
     assert_same(snapshot(plain), snapshot(measured))
 
 
-# --- odd parameters and gradients -----------------------------------------------------------------------------------
+# --- unusual parameters and gradients -------------------------------------------------------------------------------
 
 
 class Zoo(nn.Module):
-    """Parameters of every sort, each with a gradient that the test can foresee: loss = sum <p, target>."""
+    """Parameters of every kind, each with a known gradient: loss = sum <p, target>."""
 
     def __init__(self, **parameters: Tensor) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Zoo(nn.Module):
 
 
 def pull(model: nn.Module, targets: Mapping[str, Tensor]) -> Tensor:
-    """A loss whose gradient with respect to each parameter is its target."""
+    """Return a loss whose gradient with respect to each parameter is its target."""
     named = dict(model.named_parameters())
     terms = [(named[name] * target.conj()).sum() for name, target in targets.items()]
     return torch.stack([term.real.float() if term.is_complex() else term.float() for term in terms]).sum()
@@ -222,7 +222,7 @@ def test_mixed_dtypes_are_clipped_to_one_global_norm() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp64"])
-def test_a_nan_in_any_dtype_is_seen(name: str) -> None:
+def test_a_nan_in_any_dtype_is_found(name: str) -> None:
     model, targets = mixed()
     guard = Guard(model, sgd(model))
     before = snapshot(model)
@@ -247,7 +247,7 @@ def test_complex_parameters_are_measured_and_clipped(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("value", [complex(math.nan, 0), complex(0, math.inf)])
-def test_a_bad_half_of_a_complex_number_is_enough(value: complex) -> None:
+def test_one_nonfinite_half_of_a_complex_number_is_enough(value: complex) -> None:
     model = Zoo(wave=torch.randn(3, dtype=torch.complex64))
     guard = Guard(model, sgd(model))
     before = snapshot(model)
@@ -273,7 +273,7 @@ def test_parameters_without_elements_do_no_harm() -> None:
     assert guard.health()["overall_healthy"]
 
 
-def test_a_model_whose_only_gradient_is_empty_steps() -> None:
+def test_a_model_with_only_an_empty_gradient_steps() -> None:
     model = Zoo(nothing=torch.zeros(0))
     guard = Guard(model, sgd(model))
     guard.step(lambda: model.nothing.sum())
@@ -288,7 +288,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_gradients_that_are_not_contiguous_are_measured_and_clipped(layout: Callable[[Tensor], Tensor]) -> None:
+def test_noncontiguous_gradients_are_measured_and_clipped(layout: Callable[[Tensor], Tensor]) -> None:
     gradient = torch.randn(5, 4)
     models = [Zoo(w=torch.ones(5, 4)) for _ in range(2)]
     for model, grad in zip(models, (gradient.clone(), layout(gradient))):
@@ -333,7 +333,7 @@ def test_a_huge_finite_gradient_is_exploding_and_not_nonfinite(clip: ClipStrateg
         assert record.clipped
 
 
-def test_stock_clipping_would_lose_that_gradient() -> None:
+def test_stock_clipping_would_zero_that_gradient() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = torch.tensor([1e25, -1e25, 0.0, 1e25])
     nn.utils.clip_grad_norm_([parameter], 1.0)
@@ -344,7 +344,7 @@ def test_stock_clipping_would_lose_that_gradient() -> None:
 
 
 class Bag(nn.Module):
-    """A sparse embedding and, where asked for, a dense head."""
+    """A sparse embedding and, if requested, a dense head."""
 
     def __init__(self, *, head: bool) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ def test_a_bad_sparse_gradient_never_reaches_a_weight(make: Callable[[Bag], list
     assert_same(before, snapshot(bag, *optimizers))
 
 
-def test_repeated_rows_of_a_sparse_gradient_are_added_before_they_are_measured() -> None:
+def test_repeated_rows_of_a_sparse_gradient_are_summed_before_measuring() -> None:
     bag = Bag(head=False)
     dense = bag.table.weight.detach().clone().requires_grad_()
     nn.functional.embedding(TOKENS[0], dense).square().sum(-1).mean().backward()
@@ -412,11 +412,11 @@ def test_repeated_rows_of_a_sparse_gradient_are_added_before_they_are_measured()
     torch.testing.assert_close(bag.table.weight.detach(), expected, rtol=1e-5, atol=1e-5)
 
 
-# --- gradients that come and go -------------------------------------------------------------------------------------
+# --- gradients that appear and disappear ----------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
-    """Two branches of which a step uses one or both."""
+    """Two branches, of which a step uses one or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("clip", [FixedNorm(max_norm=1e9), ZClip(max_norm=None, z=1e9)], ids=["fixed", "zclip"])
-def test_parameters_without_a_gradient_come_and_go(clip: ClipStrategy) -> None:
+def test_parameters_may_have_a_gradient_only_at_some_steps(clip: ClipStrategy) -> None:
     plain, guarded = Branches(), Branches()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, guarded)]
     tape, config = listen(clip=clip)
@@ -445,7 +445,7 @@ def test_parameters_without_a_gradient_come_and_go(clip: ClipStrategy) -> None:
     assert seen == uses
 
 
-def test_a_nan_in_a_gradient_that_appears_later_is_seen() -> None:
+def test_a_nan_in_a_later_gradient_is_found() -> None:
     model = Branches()
     guard = Guard(model, sgd(model))
     batches = make_batches(3)
@@ -459,7 +459,7 @@ def test_a_nan_in_a_gradient_that_appears_later_is_seen() -> None:
     assert not last_of(guard).skipped
 
 
-def test_unfrozen_parameters_are_guarded_from_then_on() -> None:
+def test_unfrozen_parameters_are_guarded_from_that_step_on() -> None:
     plain, guarded = make_model(), make_model()
     optimizers = [sgd(plain, momentum=0.9), sgd(guarded, momentum=0.9)]
     batches = make_batches(6)

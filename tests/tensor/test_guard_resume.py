@@ -1,4 +1,4 @@
-"""restore(save(x)) == x: a run that was stopped and resumed equals one that was not, bit for bit."""
+"""restore(save(x)) == x: an interrupted and resumed run equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from steadygrad.testing import poison_batches
 
 
 class Run:
-    """Everything that a training consists of, to save and to load."""
+    """Everything in a training that can be saved and loaded."""
 
     def __init__(self, clip: ClipStrategy) -> None:
         self.model = make_model(norm=True)
@@ -60,7 +60,7 @@ class Run:
 
 
 def as_story(records: list[StepRecord]) -> list[tuple[Any, ...]]:
-    """Records without the clock, and with NaN spelled so that it equals itself."""
+    """Return records without the clock, and with NaN spelled so that it equals itself."""
     return [(r.step, str(r.loss), str(r.grad_norm), r.clip_coefficient, r.skipped, r.learning_rates) for r in records]
 
 
@@ -94,7 +94,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(clip: ClipStrate
     assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
 
 
-def test_without_its_clip_state_a_resumed_run_would_part() -> None:
+def test_without_its_clip_state_a_resumed_run_would_differ() -> None:
     batches = make_batches(16)
     clip = STRATEGIES[1]
     whole, first, second = Run(clip), Run(clip), Run(clip)

@@ -1,4 +1,4 @@
-"""The other two answers to a non-finite step, SANITIZE and RAISE, and the pieces for people's own loops."""
+"""The other two actions on a non-finite step, SANITIZE and RAISE, and the functions for custom loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sanitizing(value: float = 0.0, clip: ClipStrategy | None = None) -> GuardCon
 def train_by_hand(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, *, value: float, max_norm: float | None = None
 ) -> None:
-    """What people write: replace in every gradient, clip, step."""
+    """A hand-written loop: replace in every gradient, clip, step."""
     for batch in batches:
         loss_of(model)(batch).backward()
         for parameter in model.parameters():
@@ -56,7 +56,7 @@ def train_by_hand(
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("value", [0.0, 0.25, -3.0])
-def test_sanitize_replaces_by_the_value_and_steps(value: float, poison: float) -> None:
+def test_sanitize_replaces_bad_elements_with_the_value_and_steps(value: float, poison: float) -> None:
     by_hand, guarded = make_model(), make_model()
     batches = make_batches(5)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (by_hand, guarded)]
@@ -80,7 +80,7 @@ def test_sanitize_then_clip_equals_the_hand_written_loop() -> None:
     for step, batch in enumerate(batches):
         guard.step(loss_of(guarded), batch)
         if step == 1:
-            assert last_of(guard).clipped  # what was written in counts towards the norm
+            assert last_of(guard).clipped  # replaced values count towards the norm
     for a, b in zip(by_hand.parameters(), guarded.parameters()):
         # A coefficient differs in its last bit (float64 here, float32 in torch).
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -97,7 +97,7 @@ def test_a_nan_batch_becomes_a_step_of_zeros() -> None:
     assert_same(snapshot(by_hand, optimizers[0]), snapshot(guarded, optimizers[1]))
 
 
-def test_the_record_of_a_sanitized_step_tells_what_was_found_and_what_was_done() -> None:
+def test_the_record_of_a_sanitized_step_has_finding_and_action() -> None:
     model = make_model()
     tape, settings = listen(clip=None, on_nonfinite=Action.SANITIZE)
     guard = Guard(model, sgd(model), config=settings)
@@ -119,7 +119,7 @@ def test_the_record_of_a_sanitized_step_tells_what_was_found_and_what_was_done()
     assert "2 gradient elements were replaced" in incident.outcome.message
 
 
-def test_a_healthy_step_is_not_touched_by_sanitize() -> None:
+def test_sanitize_does_not_change_a_healthy_step() -> None:
     plain, sanitized = make_model(norm=True), make_model(norm=True)
     for model, config in ((plain, GuardConfig(clip=None)), (sanitized, sanitizing(9.0))):
         guard = Guard(model, sgd(model), config=config)
@@ -129,7 +129,7 @@ def test_a_healthy_step_is_not_touched_by_sanitize() -> None:
     assert_same(snapshot(plain), snapshot(sanitized))
 
 
-def test_a_sanitized_loss_leaves_the_mean_of_its_epoch_finite() -> None:
+def test_a_sanitized_loss_keeps_the_mean_of_its_epoch_finite() -> None:
     model = make_model()
     ends: list[EpochEnd] = []
 
@@ -169,7 +169,7 @@ def test_sanitize_repairs_sparse_gradients() -> None:
     assert last_of(guard).num_nonfinite == 3
 
 
-def test_a_sanitized_step_keeps_the_batch_statistics_of_before() -> None:
+def test_a_sanitized_step_keeps_the_previous_batch_statistics() -> None:
     model = make_model(norm=True)
     guard = Guard(model, sgd(model), config=sanitizing())
     for step, batch in enumerate(poison_batches(make_batches(3), at={1})):
@@ -187,7 +187,7 @@ def test_the_hand_written_loop_would_have_poisoned_them() -> None:
     assert not model[1].running_mean.isfinite().all()
 
 
-def test_an_overflow_under_a_scaler_backs_off_and_is_sanitized_too() -> None:
+def test_an_overflow_under_a_scaler_reduces_the_scale_and_is_sanitized() -> None:
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     guard = Guard(model, sgd(model), config=sanitizing(), scaler=scaler)
@@ -205,11 +205,11 @@ def raising() -> GuardConfig:
 
 
 FAULTS = [(form, fault) for form in ("fn", "loss") for fault in ("gradient", "loss", "batch")]
-FAULTS += [("own backward", fault) for fault in ("gradient", "batch")]  # gradients alone have no loss to look at
+FAULTS += [("own backward", fault) for fault in ("gradient", "batch")]  # gradients alone: there is no loss to check
 
 
 @pytest.mark.parametrize(("form", "fault"), FAULTS)
-def test_raise_raises_before_anything_is_touched(form: str, fault: str) -> None:
+def test_raise_raises_before_anything_changes(form: str, fault: str) -> None:
     model = make_model(norm=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -268,7 +268,7 @@ def test_a_raised_step_is_in_the_record_and_on_disk(tmp_path: Any) -> None:
     guard.close()
 
 
-def test_training_can_go_on_after_the_exception_was_caught() -> None:
+def test_training_can_continue_after_the_exception_was_caught() -> None:
     plain, guarded = make_model(norm=True), make_model(norm=True)
     batches = make_batches(3)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, guarded)]
@@ -285,7 +285,7 @@ def test_training_can_go_on_after_the_exception_was_caught() -> None:
     assert_same(snapshot(plain, optimizers[0]), snapshot(guarded, optimizers[1]))
 
 
-def test_an_overflow_while_the_loss_scale_is_searched_does_not_raise() -> None:
+def test_an_overflow_during_the_loss_scale_search_does_not_raise() -> None:
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     guard = Guard(model, sgd(model), config=raising(), scaler=scaler)
@@ -295,13 +295,13 @@ def test_an_overflow_while_the_loss_scale_is_searched_does_not_raise() -> None:
     assert scaler.get_scale() == 8.0
 
 
-# --- the pieces -----------------------------------------------------------------------------------------------------
+# --- functions for custom loops -------------------------------------------------------------------------------------
 
 LOGGER = "steadygrad"
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ([1.0, NAN], "NaN detected in encoder.weight"),
         ([INF, 1.0], "Inf detected in encoder.weight"),
@@ -310,14 +310,14 @@ LOGGER = "steadygrad"
     ],
 )
 def test_check_nan_inf_warns_and_names_the_tensor(
-    values: list[float], told: str, caplog: pytest.LogCaptureFixture
+    values: list[float], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger=LOGGER):
         assert check_nan_inf(torch.tensor(values), "encoder.weight") is True
-    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", told)]
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", expected)]
 
 
-def test_check_nan_inf_calls_a_tensor_without_a_name_a_tensor(caplog: pytest.LogCaptureFixture) -> None:
+def test_check_nan_inf_describes_an_unnamed_tensor_as_a_tensor(caplog: pytest.LogCaptureFixture) -> None:
     check_nan_inf(torch.tensor([NAN]))
     assert caplog.messages == ["NaN detected in tensor"]
 
@@ -337,13 +337,13 @@ def test_check_nan_inf_calls_a_tensor_without_a_name_a_tensor(caplog: pytest.Log
     ],
     ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.layout}",
 )
-def test_check_nan_inf_is_silent_about_finite_tensors(tensor: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+def test_check_nan_inf_is_silent_on_finite_tensors(tensor: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     assert check_nan_inf(tensor, "t") is False
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_check_nan_inf_sees_every_floating_dtype(dtype: torch.dtype) -> None:
+def test_check_nan_inf_works_for_every_floating_dtype(dtype: torch.dtype) -> None:
     tensor = torch.ones(4, dtype=dtype)
     tensor[3] = INF
     assert check_nan_inf(tensor)
@@ -361,21 +361,21 @@ def test_handle_nan_inf_replaces_each_bad_element_and_no_other(dtype: torch.dtyp
     assert torch.equal(tensor.nan_to_num(7.0), before.nan_to_num(7.0))  # the input is left as it was
 
 
-def test_handle_nan_inf_writes_zeros_unless_told_otherwise() -> None:
+def test_handle_nan_inf_writes_zeros_by_default() -> None:
     assert handle_nan_inf(torch.tensor([NAN, 2.0])).tolist() == [0.0, 2.0]
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(3), torch.zeros(0), torch.arange(4), torch.tensor([True, False])])
-def test_handle_nan_inf_leaves_a_finite_tensor_as_it_is(tensor: Tensor) -> None:
+def test_handle_nan_inf_does_not_change_a_finite_tensor(tensor: Tensor) -> None:
     assert torch.equal(handle_nan_inf(tensor, 5.0), tensor)
 
 
-def test_handle_nan_inf_replaces_a_complex_number_with_one_bad_half() -> None:
+def test_handle_nan_inf_replaces_a_complex_number_with_one_bad_part() -> None:
     tensor = torch.tensor([complex(1, 2), complex(NAN, 1), complex(0, INF)])
     assert handle_nan_inf(tensor).tolist() == [complex(1, 2), 0j, 0j]
 
 
-def test_handle_nan_inf_takes_what_check_nan_inf_takes() -> None:
+def test_handle_nan_inf_accepts_the_same_tensors_as_check_nan_inf() -> None:
     sparse = torch.tensor([[0.0, NAN], [2.0, 0.0]]).to_sparse()
     result = handle_nan_inf(sparse)
     assert result.layout is torch.sparse_coo
@@ -383,12 +383,12 @@ def test_handle_nan_inf_takes_what_check_nan_inf_takes() -> None:
     assert check_nan_inf(sparse)  # the input is left as it was
 
 
-def test_handle_nan_inf_replaces_an_element_that_is_held_twice_once() -> None:
+def test_handle_nan_inf_replaces_a_repeated_element_once() -> None:
     twice = torch.sparse_coo_tensor([[1, 1, 2]], [INF, 5.0, 3.0], (4,), check_invariants=True)
     assert handle_nan_inf(twice, 0.5).to_dense().tolist() == [0.0, 0.5, 3.0, 0.0]
 
 
-def test_handle_nan_inf_lets_the_gradient_through_where_the_value_was_good() -> None:
+def test_handle_nan_inf_passes_the_gradient_of_good_values() -> None:
     tensor = torch.tensor([1.0, NAN, 3.0], requires_grad=True)
     (handle_nan_inf(tensor) * torch.tensor([2.0, 2.0, 2.0])).sum().backward()
     assert tensor.grad is not None

@@ -1,4 +1,4 @@
-"""The guarded step: what it returns, what it records, what can be asked afterwards, and how it is switched off."""
+"""The guarded step: what it returns and records, what can be read afterwards, and how it is switched off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from steadygrad import (
 from steadygrad.config import Policy
 from steadygrad.testing import corrupt_weight, poison_batches, poison_gradient, poison_loss
 
-# --- what a step gives back -----------------------------------------------------------------------------------------
+# --- what a step returns --------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 class Output:
-    """What Hugging Face models return, as far as a loop can see: attributes."""
+    """Like the output of Hugging Face models for a loop: attributes."""
 
     def __init__(self, loss: Tensor, logits: Tensor) -> None:
         self.loss, self.logits = loss, logits
@@ -49,7 +49,7 @@ class Sealed:
 
 
 class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
-    """As in transformers: a dict whose keys are attributes too."""
+    """Like the one in transformers: a dict whose keys are also attributes."""
 
     def __init__(self, *args: Any, **items: Any) -> None:
         super().__init__(*args, **items)
@@ -70,7 +70,7 @@ def result_of(model: nn.Module, form: Callable[[Tensor, Tensor], Any]) -> Callab
 
 
 FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor | None]]]] = {
-    # what the function returns; how to find loss and logits in what guard.step returned
+    # what the function returns; how to get loss and logits from the result of guard.step
     "scalar": (lambda loss, logits: loss, lambda r: (r, None)),
     "one-element tensor": (lambda loss, logits: loss.reshape(1), lambda r: (r[0], None)),
     "dict": (lambda loss, logits: {"loss": loss, "logits": logits}, lambda r: (r["loss"], r["logits"])),
@@ -107,7 +107,7 @@ def test_a_step_returns_what_the_function_returned_detached(form: Any, find: Any
             assert got.grad_fn is None
 
 
-def test_what_is_not_a_tensor_comes_back_as_it_is() -> None:
+def test_values_that_are_not_tensors_are_returned_unchanged() -> None:
     model = make_model()
     guard = Guard(model, sgd(model))
     counts = collections.Counter("abc")
@@ -120,7 +120,7 @@ def test_what_is_not_a_tensor_comes_back_as_it_is() -> None:
     [Output, Sealed, lambda loss, logits: ModelOutput(loss=loss), lambda loss, logits: collections.UserDict(loss=loss)],
     ids=["object", "sealed", "model output", "user dict"],
 )
-def test_the_functions_own_object_is_left_as_it_is(keep: Any) -> None:
+def test_the_functions_own_object_is_unchanged(keep: Any) -> None:
     model = make_model()
     guard = Guard(model, sgd(model))
     made: list[Any] = []
@@ -136,7 +136,7 @@ def test_the_functions_own_object_is_left_as_it_is(keep: Any) -> None:
     assert loss.requires_grad
 
 
-def test_an_object_that_cannot_be_copied_comes_back_as_it_is() -> None:
+def test_an_object_that_cannot_be_copied_is_returned_itself() -> None:
     class Bound(Output):
         def __reduce_ex__(self, protocol: Any) -> Any:
             raise TypeError("cannot pickle 'Bound' object")
@@ -145,7 +145,7 @@ def test_an_object_that_cannot_be_copied_comes_back_as_it_is() -> None:
     assert isinstance(Guard(model, sgd(model)).step(result_of(model, Bound), make_batches(1)[0]), Bound)
 
 
-def test_the_loss_of_an_object_with_a_loss_is_trained_on() -> None:
+def test_the_loss_attribute_of_an_object_is_trained_on() -> None:
     plain, guarded = make_model(), make_model()
     batches = make_batches(3)
     optimizer = sgd(plain)
@@ -181,7 +181,7 @@ def test_arguments_reach_the_function() -> None:
     assert torch.equal(result, nn.functional.cross_entropy(reference(x), y) * 2.0)
 
 
-def test_gradients_are_cleared_after_our_own_backward_and_left_after_the_users() -> None:
+def test_gradients_are_cleared_after_our_backward_and_kept_after_the_users() -> None:
     model = make_model()
     guard = Guard(model, sgd(model))
     batch = make_batches(1)[0]
@@ -206,7 +206,7 @@ def test_steps_are_numbered_from_zero_applied_or_skipped() -> None:
     assert seen == [(0, True), (1, False), (2, False), (3, True), (4, False)]
 
 
-def test_the_record_holds_the_numbers_of_the_step() -> None:
+def test_the_record_has_the_numbers_of_the_step() -> None:
     model, reference = make_model(), make_model()
     batch = make_batches(1)[0]
     loss = loss_of(reference)(batch)
@@ -229,7 +229,7 @@ def test_the_record_holds_the_numbers_of_the_step() -> None:
     assert record.time_seconds >= 0.0
 
 
-def test_the_record_of_a_bad_step_says_nan_and_how_many() -> None:
+def test_the_record_of_a_bad_step_has_nan_and_the_count() -> None:
     model = make_model()
     guard = Guard(model, sgd(model))
     poison_gradient(model[2].bias, at={0}, value=math.inf)
@@ -251,7 +251,7 @@ def test_a_step_from_gradients_alone_has_no_loss() -> None:
     assert last_of(guard).loss is None
 
 
-def test_learning_rates_are_those_that_the_step_used() -> None:
+def test_recorded_learning_rates_are_those_used() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(
         [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters(), "lr": 0.25}], lr=0.1
@@ -262,11 +262,11 @@ def test_learning_rates_are_those_that_the_step_used() -> None:
     for batch in poison_batches(make_batches(4), at={1}):
         guard.step(loss_of(model), batch)
         rates.append(last_of(guard).learning_rates)
-    assert rates == [(0.5, 0.25), (0.25, 0.125), (0.25, 0.125), (0.125, 0.0625)]  # a skip holds the schedule
+    assert rates == [(0.5, 0.25), (0.25, 0.125), (0.25, 0.125), (0.125, 0.0625)]  # a skip stops the schedule
     assert guard.stats()["current_learning_rate"] == 0.0625
 
 
-def test_a_scheduler_by_epoch_moves_at_the_end_of_one() -> None:
+def test_an_epoch_scheduler_steps_at_the_end_of_an_epoch() -> None:
     model = make_model()
     optimizer = sgd(model, lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -279,7 +279,7 @@ def test_a_scheduler_by_epoch_moves_at_the_end_of_one() -> None:
     assert guard.stats()["epoch"] == 1
 
 
-def test_a_nonfinite_validation_loss_is_told_and_never_reaches_the_scheduler() -> None:
+def test_a_nonfinite_validation_loss_is_reported_and_kept_from_the_scheduler() -> None:
     model = make_model()
     optimizer = sgd(model, lr=1.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
@@ -333,7 +333,7 @@ def test_stats_count_steps_skips_clips_and_incidents() -> None:
     assert stats["mean_gradient_norm"] == pytest.approx(sum(norms) / 4)  # summed in another order, perhaps
 
 
-def test_a_healthy_training_is_healthy_in_every_part() -> None:
+def test_all_parts_of_a_healthy_training_are_healthy() -> None:
     model = make_model(norm=True)
     guard = Guard(model, sgd(model))
     assert guard.health() == HEALTHY
@@ -357,14 +357,14 @@ def test_a_bad_step_shows_in_gradients_and_losses_until_the_next_good_one() -> N
     assert guard.health() == HEALTHY
 
 
-def test_a_bad_loss_with_good_gradients_shows_in_losses_alone() -> None:
+def test_a_bad_loss_with_good_gradients_shows_only_in_losses() -> None:
     model = make_model()
     guard = Guard(model, sgd(model))
     guard.step(poison_loss(loss_of(model), at={0}), make_batches(1)[0])
     assert guard.health() == {**HEALTHY, "losses_healthy": False, "overall_healthy": False}
 
 
-def test_a_bad_gradient_with_a_good_loss_shows_in_gradients_alone() -> None:
+def test_a_bad_gradient_with_a_good_loss_shows_only_in_gradients() -> None:
     model = make_model()
     guard = Guard(model, sgd(model))
     poison_gradient(model[0].weight, at={0})
@@ -386,7 +386,7 @@ def test_a_bad_weight_shows_in_the_parameters(value: float) -> None:
     }
 
 
-def test_a_bad_weight_that_no_optimizer_holds_shows_as_well() -> None:
+def test_a_bad_weight_in_no_optimizer_shows_too() -> None:
     model = make_model()
     model[0].requires_grad_(False)
     guard = Guard(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
@@ -406,7 +406,7 @@ def test_a_bad_buffer_shows_in_the_model() -> None:
 
 
 def train_into_a_nan_weight(policy: Policy) -> tuple[Guard, dict[str, Tensor], dict[str, Tensor]]:
-    """A training whose weight is corrupted before its second step; its state before and after the corruption."""
+    """Return a training whose weight is corrupted before its second step, and its state before and after that."""
     model = make_model()
     optimizer = sgd(model, momentum=0.9)
     guard = Guard(model, optimizer, config=GuardConfig(policy=policy))
@@ -431,19 +431,19 @@ def test_a_nan_weight_is_a_critical_finding_that_names_it(policy: Policy) -> Non
     assert found[0].kind in [f.kind for incident in guard.incidents for f in incident.findings]
 
 
-def test_a_step_on_a_nan_weight_spreads_it_nowhere() -> None:
+def test_a_step_on_a_nan_weight_does_not_spread_it() -> None:
     guard, corrupted, now = train_into_a_nan_weight(Policy.observe())
     assert last_of(guard).skipped
     assert_same(corrupted, {key: value.nan_to_num(7.0) for key, value in now.items()})
 
 
-def test_by_default_a_nan_weight_is_healed_from_memory() -> None:
+def test_by_default_a_nan_weight_is_restored_from_a_snapshot() -> None:
     guard, healthy, now = train_into_a_nan_weight(Policy())
     assert_same(healthy, now)
     assert guard.health()["parameters_healthy"]
 
 
-def test_a_bad_batch_with_good_weights_is_not_blamed_on_them() -> None:
+def test_good_weights_are_not_blamed_for_a_bad_batch() -> None:
     model = make_model()
     guard = Guard(model, sgd(model))
     for batch in poison_batches(make_batches(2), at={1}):
@@ -487,7 +487,7 @@ def test_on_incident_is_called_with_each_incident() -> None:
     assert {incident.step for incident in seen} == {0, 2}
 
 
-def test_an_on_incident_that_fails_never_ends_the_training_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_on_incident_is_reported_once_and_never_ends_the_training(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[int] = []
 
     def broken(incident: Incident) -> None:
@@ -517,7 +517,7 @@ def test_an_on_incident_that_fails_never_ends_the_training_and_is_told_once(capl
 
 @pytest.mark.parametrize("word", ["off", "OFF"])
 @pytest.mark.parametrize("form", ["fn", "loss", "own backward"])
-def test_switched_off_a_guard_is_the_plain_loop(form: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_guard_is_the_plain_loop(form: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEADYGRAD", word)
     plain, guarded = make_model(norm=True), make_model(norm=True)
     batches = make_batches(6)
@@ -541,7 +541,7 @@ def test_switched_off_a_guard_is_the_plain_loop(form: str, word: str, monkeypatc
     assert guard.findings == []
 
 
-def test_switched_off_nan_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_guard_lets_nan_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEADYGRAD", "off")
     model = make_model()
     guard = Guard(model, sgd(model))
@@ -550,7 +550,7 @@ def test_switched_off_nan_comes_through(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(p.isnan().any() for p in model.parameters())
 
 
-def test_switched_off_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_disabled_guard_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("STEADYGRAD", "off")
     model = make_model()
     with Guard(model, sgd(model), run_dir=tmp_path / "run") as guard:
@@ -558,7 +558,7 @@ def test_switched_off_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_switched_off_accumulation_and_a_scaler_are_the_stock_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulation_and_scaler_of_a_disabled_guard_are_the_stock_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEADYGRAD", "off")
     plain, guarded = make_model(), make_model()
     batches = make_batches(6)
@@ -577,7 +577,7 @@ def test_switched_off_accumulation_and_a_scaler_are_the_stock_ones(monkeypatch: 
     assert scalers[0].get_scale() == 16.0
 
 
-def test_any_other_word_leaves_the_guard_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_value_leaves_the_guard_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEADYGRAD", "on")
     model = make_model()
     guard = Guard(model, sgd(model))
@@ -588,7 +588,7 @@ def test_any_other_word_leaves_the_guard_on(monkeypatch: pytest.MonkeyPatch) -> 
 # --- closing --------------------------------------------------------------------------------------------------------
 
 
-def test_the_context_manager_closes_also_when_the_training_fails(tmp_path: Any) -> None:
+def test_the_context_manager_closes_even_if_the_training_fails(tmp_path: Any) -> None:
     model = make_model()
     with Guard(model, sgd(model), run_dir=tmp_path / "a") as guard:
         guard.step(loss_of(model), make_batches(1)[0])
@@ -604,11 +604,11 @@ def test_the_context_manager_closes_also_when_the_training_fails(tmp_path: Any) 
         fail()
     with pytest.raises(RuntimeError, match="closed"):
         guard.step(loss_of(model), make_batches(1)[0])
-    for name in ("a", "b"):  # what was held back has been written
+    for name in ("a", "b"):  # buffered lines have been written
         assert (tmp_path / name / "steps.jsonl").read_text().count("\n") == 1
 
 
-def test_batches_hands_on_every_batch_in_order() -> None:
+def test_batches_yields_every_batch_in_order() -> None:
     model = make_model()
     guard = Guard(model, sgd(model))
     batches = make_batches(4)
@@ -620,7 +620,7 @@ def test_batches_hands_on_every_batch_in_order() -> None:
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf])
-def test_a_step_with_a_learning_rate_that_is_not_finite_touches_no_weight(rate: float) -> None:
+def test_a_step_with_a_nonfinite_learning_rate_changes_no_weight(rate: float) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     guard = Guard(model, optimizer)
@@ -643,7 +643,7 @@ def test_a_step_with_a_learning_rate_that_is_not_finite_touches_no_weight(rate: 
 
 def test_a_group_without_a_learning_rate_is_stepped() -> None:
     class Signs(torch.optim.Optimizer):
-        """Has no learning rate at all."""
+        """Has no learning rate."""
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:

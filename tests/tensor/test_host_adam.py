@@ -1,4 +1,4 @@
-"""Small models on the CPU: Adam's step with fewer calls equals torch's to the bit, and gives way where it must."""
+"""Small models on the CPU: Adam with fewer calls equals torch's bit for bit, and falls back when it must."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def list_state(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 @pytest.fixture
 def torchs_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each call of torch's own Adam: the number of its parameters."""
+    """Record the number of parameters of each call of torch's own Adam."""
     calls: list[int] = []
     own = torchs.adam
 
@@ -48,7 +48,7 @@ def torchs_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Pair:
-    """The same training twice: by torch alone, and with a HostAdam."""
+    """The same training twice: with torch alone, and with a HostAdam."""
 
     def __init__(self, make: Callable[[nn.Module], Any], make_model: Callable[[], nn.Module] = make_model) -> None:
         self.models = make_model(), make_model()
@@ -80,14 +80,14 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_weights_moments_and_counters_equal_torchs_to_the_bit(
+def test_weights_moments_and_counters_equal_torchs_bit_for_bit(
     kind: Any, settings: dict[str, Any], torchs_calls: list[int]
 ) -> None:
     pair = Pair(lambda model: kind(model.parameters(), **settings))
     for step in range(NUM_STEPS):
         pair.step(step)
         pair.assert_equal()
-    # Its first step makes the moments, its second is compared.
+    # The first step creates the moments, the second is compared.
     assert len(torchs_calls) == NUM_STEPS + 2
 
 
@@ -112,7 +112,7 @@ def test_each_group_has_its_own_settings(torchs_calls: list[int]) -> None:
     [{"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(0.01)}, {"fused": True}],
     ids=repr,
 )
-def test_other_forms_of_adam_are_left_to_torch(settings: dict[str, Any], torchs_calls: list[int]) -> None:
+def test_other_variants_of_adam_use_torchs_step(settings: dict[str, Any], torchs_calls: list[int]) -> None:
     pair = Pair(lambda model: torch.optim.AdamW(model.parameters(), **settings))
     for step in range(4):
         pair.step(step)
@@ -120,7 +120,7 @@ def test_other_forms_of_adam_are_left_to_torch(settings: dict[str, Any], torchs_
     assert len(torchs_calls) == 8
 
 
-def test_a_missing_gradient_and_different_counts_are_left_to_torch(torchs_calls: list[int]) -> None:
+def test_a_missing_gradient_and_different_step_counts_use_torchs_step(torchs_calls: list[int]) -> None:
     pair = Pair(lambda model: torch.optim.AdamW(model.parameters()))
     for step in range(4):
         pair.step(step)
@@ -131,13 +131,13 @@ def test_a_missing_gradient_and_different_counts_are_left_to_torch(torchs_calls:
     pair.optimizers[0].step()
     pair.quick.step(pair.optimizers[1].step)
     assert len(torchs_calls) == 2
-    for step in range(5, 8):  # one parameter has now made a step less
+    for step in range(5, 8):  # one parameter is now a step behind
         pair.step(step)
     pair.assert_equal()
     assert len(torchs_calls) == 8
 
 
-def test_weights_on_the_same_memory_are_updated_one_after_the_other(torchs_calls: list[int]) -> None:
+def test_weights_that_share_memory_are_updated_one_after_the_other(torchs_calls: list[int]) -> None:
     def make() -> nn.Module:
         model = make_model()
         twin = nn.Parameter(torch.empty(33, 7))
@@ -152,7 +152,7 @@ def test_weights_on_the_same_memory_are_updated_one_after_the_other(torchs_calls
     assert len(torchs_calls) == 10, "the copies of the comparison share nothing, so it fails"
 
 
-def test_weights_that_move_are_compared_again(torchs_calls: list[int]) -> None:
+def test_moved_weights_are_compared_again(torchs_calls: list[int]) -> None:
     pair = Pair(lambda model: torch.optim.AdamW(model.parameters()))
     for step in range(4):
         pair.step(step)
@@ -166,7 +166,7 @@ def test_weights_that_move_are_compared_again(torchs_calls: list[int]) -> None:
     assert len(torchs_calls) == 5
 
 
-def test_a_torch_that_computes_adam_in_another_way_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_with_a_different_adam_uses_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torchs._single_tensor_adam
 
     def compute_otherwise(*args: Any, eps: float, **kwargs: Any) -> None:
@@ -179,14 +179,14 @@ def test_a_torch_that_computes_adam_in_another_way_keeps_its_own(monkeypatch: py
     pair.assert_equal()
 
 
-def test_a_large_model_is_left_to_torch(torchs_calls: list[int]) -> None:
+def test_a_large_model_uses_torchs_step(torchs_calls: list[int]) -> None:
     pair = Pair(lambda model: torch.optim.AdamW(model.parameters()), lambda: nn.Linear(1 << 10, 1 << 10))
     for step in range(4):
         pair.step(step)
     assert len(torchs_calls) == 8
 
 
-def test_a_state_that_cannot_be_read_is_left_to_torch(torchs_calls: list[int]) -> None:
+def test_an_unreadable_state_uses_torchs_step(torchs_calls: list[int]) -> None:
     pair = Pair(lambda model: torch.optim.AdamW(model.parameters()))
     for step in range(3):
         pair.step(step)
@@ -196,18 +196,18 @@ def test_a_state_that_cannot_be_read_is_left_to_torch(torchs_calls: list[int]) -
     del torchs_calls[:]
     for model in pair.models:
         fill_gradients(model, 3)
-    with pytest.raises(RuntimeError, match="singleton tensors"):  # torch's own error
+    with pytest.raises(RuntimeError, match="singleton tensors"):  # the error is torch's
         pair.optimizers[0].step()
     with pytest.raises(RuntimeError, match="singleton tensors"):
         pair.quick.step(pair.optimizers[1].step)
     assert len(torchs_calls) == 2
 
 
-# --- what a program hangs on its optimizer ----------------------------------------------------------------------------
+# --- hooks of the program on its optimizer ----------------------------------------------------------------------------
 
 
 def run_guarded(attach: Callable[[Any, list[str]], Any], num_steps: int = 5) -> list[str]:
-    """Return what was heard in steps of a Guard, beginning with the fourth."""
+    """Return what was called in steps of a Guard, beginning with the fourth."""
     model, heard = make_model(), list[str]()
     optimizer = torch.optim.AdamW(model.parameters())
     with Guard(model, optimizer) as guard:
@@ -235,7 +235,7 @@ def test_hooks_on_the_step_are_called(when: str, is_global: bool) -> None:
     assert run_guarded(attach) == [when] * 5
 
 
-def test_a_step_that_the_program_replaced_is_called() -> None:
+def test_a_replaced_step_method_is_called() -> None:
     def attach(optimizer: Any, heard: list[str]) -> None:
         own = optimizer.step
 
@@ -248,7 +248,7 @@ def test_a_step_that_the_program_replaced_is_called() -> None:
     assert run_guarded(attach) == ["called"] * 5
 
 
-def test_a_profile_shows_the_optimizers_step() -> None:
+def test_a_profile_includes_the_optimizers_step() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     with Guard(model, optimizer) as guard:
@@ -259,7 +259,7 @@ def test_a_profile_shows_the_optimizers_step() -> None:
     assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
 
 
-def test_a_schedulers_step_is_not_in_the_way_and_does_not_warn(torchs_calls: list[int]) -> None:
+def test_the_wrapper_of_a_scheduler_is_accepted_without_a_warning(torchs_calls: list[int]) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)

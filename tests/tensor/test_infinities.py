@@ -1,5 +1,4 @@
-"""Which values must be finite in a checkpoint: weights, moments, statistics of norms. What is infinite by design is
-saved."""
+"""Which values must be finite in a checkpoint: weights, moments, norm statistics. Infinities by design are saved."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 
 
 class Best:
-    """A user's own early stopping, which begins with infinity."""
+    """A user's early stopping, which starts at infinity."""
 
     def __init__(self, value: float = math.inf) -> None:
         self.best = torch.full((2,), value)
@@ -31,7 +30,7 @@ class Best:
 
 
 class Masked(nn.Module):
-    """Makes its mask anew in each forward; finite at first."""
+    """Creates its mask in each forward; finite at first."""
 
     def __init__(self, *, persistent: bool = True) -> None:
         super().__init__()
@@ -54,12 +53,12 @@ def make(tmp_path: Path, model: nn.Module | None = None, **options: Any) -> tupl
     return model, Guard(model, torch.optim.Adam(model.parameters(), lr=0.01), run_dir=tmp_path, **options)
 
 
-def told(guard: Guard, kind: str) -> list[Any]:
+def find_findings(guard: Guard, kind: str) -> list[Any]:
     return [finding for finding in guard.findings if finding.kind == kind]
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_an_extra_of_the_users_is_saved_as_it_is_and_reported_once(tmp_path: Path, value: float) -> None:
+def test_an_extra_of_the_user_is_saved_unchanged_and_reported_once(tmp_path: Path, value: float) -> None:
     model, guard = make(tmp_path, extras={"early": Best(value)})
     for _ in range(3):
         train(model, guard, 1)
@@ -67,8 +66,8 @@ def test_an_extra_of_the_users_is_saved_as_it_is_and_reported_once(tmp_path: Pat
         assert save is not None
         assert save.wait() is not None
     guard.close()
-    assert [finding.severity for finding in told(guard, "infinite_state")] == [Severity.INFO]
-    assert "extras.early.best" in told(guard, "infinite_state")[0].message
+    assert [finding.severity for finding in find_findings(guard, "infinite_state")] == [Severity.INFO]
+    assert "extras.early.best" in find_findings(guard, "infinite_state")[0].message
     early = Best(0.0)
     model, guard = make(tmp_path, extras={"early": early})
     assert guard.resume() == 3
@@ -86,14 +85,14 @@ def test_a_buffer_that_becomes_infinite_by_design_is_saved(tmp_path: Path, persi
     train(model, guard)
     assert guard.save() is not None
     guard.close()
-    assert len(told(guard, "infinite_state")) == 1
+    assert len(find_findings(guard, "infinite_state")) == 1
     model, guard = make(tmp_path, Masked(persistent=persistent))
     assert guard.resume() == 6
     assert torch.equal(model.get_buffer("mask").isinf(), torch.tensor([True, False, True, False]))
     guard.close()
 
 
-def test_its_copy_in_an_average_is_saved_too(tmp_path: Path) -> None:
+def test_the_copy_of_such_a_buffer_in_an_average_is_saved_too(tmp_path: Path) -> None:
     model = Masked()
     ema = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     model, guard = make(tmp_path, model, ema=ema)
@@ -102,7 +101,7 @@ def test_its_copy_in_an_average_is_saved_too(tmp_path: Path) -> None:
     guard.close()
 
 
-def test_cleaning_leaves_such_a_buffer_alone(tmp_path: Path) -> None:
+def test_cleaning_keeps_such_a_buffer(tmp_path: Path) -> None:
     model, guard = make(tmp_path, Masked(), config=GuardConfig(checkpoint=CheckpointConfig(clean=True)))
     train(model, guard)
     save = guard.save()
@@ -126,8 +125,8 @@ def test_weights_moments_and_statistics_must_be_finite(tmp_path: Path, name: str
                 value
             )
     assert guard.save() is None
-    assert len(told(guard, "checkpoint_failed")) == 1
-    assert not told(guard, "infinite_state")
+    assert len(find_findings(guard, "checkpoint_failed")) == 1
+    assert not find_findings(guard, "infinite_state")
     guard.close()
 
 

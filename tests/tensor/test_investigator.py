@@ -1,4 +1,4 @@
-"""What Guard does about a bad step beyond skipping it: it replays it, names the cause, keeps the batch; and no more."""
+"""What Guard does about a bad step besides skipping it: it replays it, names the cause and keeps the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from steadygrad.testing.faults import corrupt_weight
 
 
 class Net(nn.Module):
-    """Divides by a row's spread, which a constant row does not have."""
+    """Divides by the spread of a row, which is 0 for a constant row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_the_incident_names_op_line_module_and_sample() -> None:
     assert (cause.op, cause.module, cause.line, cause.samples) == ("aten.div", "", CULPRIT, (5,))
 
 
-def test_a_replay_leaves_the_training_as_if_it_had_not_been() -> None:
+def test_a_replay_does_not_change_the_training() -> None:
     weights = []
     for enabled in (True, False):
         model, guard = make(enabled=enabled)
@@ -84,7 +84,7 @@ def test_a_replay_leaves_the_training_as_if_it_had_not_been() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights))
 
 
-def test_a_loss_alone_leads_to_the_models_forward() -> None:
+def test_a_step_from_a_loss_is_traced_into_the_models_forward() -> None:
     model, guard = make()
     guard.step(model(batch(bad=True)).square().mean())
 
@@ -94,7 +94,7 @@ def test_a_loss_alone_leads_to_the_models_forward() -> None:
     assert "give guard.step the function" in cause.note
 
 
-def test_the_bad_microbatch_is_the_one_that_is_told_and_kept(tmp_path: Path) -> None:
+def test_the_bad_microbatch_is_reported_and_kept(tmp_path: Path) -> None:
     model, guard = make(tmp_path)
     given = [batch(bad=i == 1) for i in range(3)]
     for x in given:
@@ -108,7 +108,7 @@ def test_the_bad_microbatch_is_the_one_that_is_told_and_kept(tmp_path: Path) -> 
     assert torch.equal(load_batch(tmp_path / cause.batch).args[0], given[1])
 
 
-def test_a_run_that_is_always_bad_is_replayed_seldom() -> None:
+def test_a_run_that_always_fails_is_replayed_rarely() -> None:
     model, guard = make(first=2, cooldown=10)
     for _ in range(25):
         guard.step(loss_of(model), batch(bad=True))
@@ -119,17 +119,17 @@ def test_a_run_that_is_always_bad_is_replayed_seldom() -> None:
     assert all(later - earlier >= 10 for earlier, later in itertools.pairwise(steps[1:]))
 
 
-def test_switched_off_nothing_is_held_and_nothing_hooked(tmp_path: Path) -> None:
+def test_with_diagnosis_off_nothing_is_kept_and_no_hook_is_set(tmp_path: Path) -> None:
     model, guard = make(tmp_path, enabled=False)
     guard.step(loss_of(model), batch(bad=True))
 
     assert causes(guard) == []
     listeners = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, CallListener)]
-    assert len(listeners) == 3  # for buffers, other losses, and what the program does
+    assert len(listeners) == 3  # for buffers, other losses, and actions of the program
     assert not (tmp_path / "batches").exists()
 
 
-def test_batches_are_not_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
+def test_batches_are_not_kept_if_disabled(tmp_path: Path) -> None:
     model, guard = make(tmp_path, keep_batches=False)
     guard.step(loss_of(model), batch(bad=True))
 
@@ -148,7 +148,7 @@ def test_the_cause_is_in_the_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_the_model_is_free_of_the_guard(copied: Any) -> None:
+def test_a_copy_of_the_model_is_unguarded(copied: Any) -> None:
     model, guard = make()
     twin = copied(model)
     guard.step(loss_of(model), batch(bad=False))
@@ -165,7 +165,7 @@ def test_a_closed_guard_leaves_no_hook() -> None:
     assert not model._forward_pre_hooks
 
 
-def test_forwards_without_gradients_are_not_held() -> None:
+def test_forwards_without_gradients_are_not_kept() -> None:
     model, guard = make()
     with torch.no_grad():
         model(batch(bad=False))
@@ -173,7 +173,7 @@ def test_forwards_without_gradients_are_not_held() -> None:
     assert guard._stages.passes.forward.take_captures() == []
 
 
-def test_a_nan_that_only_a_buffer_sees_is_found_and_put_back() -> None:
+def test_a_nan_that_reaches_only_a_buffer_is_found_and_undone() -> None:
     """The loss hides the NaN; BatchNorm's statistics would have kept it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
@@ -195,12 +195,12 @@ def test_a_nan_that_only_a_buffer_sees_is_found_and_put_back() -> None:
     found = {incident.finding.kind: incident for incident in guard.incidents}
     assert found["nonfinite_buffer"].step == 2
     assert found["nonfinite_buffer"].verdict.action is Action.SKIP
-    assert not found.keys() & {"nonfinite_loss", "nonfinite_gradient"}  # nothing else could have caught it
+    assert not found.keys() & {"nonfinite_loss", "nonfinite_gradient"}  # only this could have caught it
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
 @pytest.mark.parametrize("when", ["given", "later"])
-def test_a_bad_weight_is_told_to_have_been_given_or_to_have_become_so(when: str) -> None:
+def test_a_bad_weight_is_reported_as_initial_or_as_changed(when: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     if when == "given":
@@ -219,7 +219,7 @@ def test_a_bad_weight_is_told_to_have_been_given_or_to_have_become_so(when: str)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), AttributeError("numpy"), MemoryError()])
-def test_a_batch_that_cannot_be_kept_loses_no_diagnosis(tmp_path: Path, error: Exception) -> None:
+def test_a_batch_that_cannot_be_kept_is_still_diagnosed(tmp_path: Path, error: Exception) -> None:
     model, guard = make(tmp_path)
 
     class Awkward(Tensor):
@@ -236,7 +236,7 @@ def test_a_batch_that_cannot_be_kept_loses_no_diagnosis(tmp_path: Path, error: E
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["a layer of torch", "a sequence of layers"])
-def test_a_bad_input_of_a_loss_is_told_with_the_users_own_line(wrapped: bool) -> None:
+def test_a_bad_input_of_a_loss_is_reported_with_the_users_line(wrapped: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 1)) if wrapped else nn.Linear(4, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.full((2, 4), torch.nan)
@@ -260,8 +260,8 @@ def test_the_exception_of_a_halt_quotes_the_cause() -> None:
     assert "aten.div" in str(caught.value)
 
 
-def test_a_loss_of_two_networks_is_traced_to_the_calls_that_it_was_made_from() -> None:
-    """A discriminator's guard also hears the calls that only the generator's loss is made of."""
+def test_a_loss_of_two_networks_is_traced_to_its_calls() -> None:
+    """A discriminator's guard also sees calls that belong only to the generator's loss."""
     torch.manual_seed(0)
     maker, judge = nn.Linear(4, 2), nn.Linear(2, 1)
     making = Guard(maker, torch.optim.SGD(maker.parameters(), 0.1))
@@ -284,7 +284,7 @@ def test_a_loss_of_two_networks_is_traced_to_the_calls_that_it_was_made_from() -
         assert (cause.phase, cause.name, cause.samples) == ("input", name, (sample,))
 
 
-def test_another_networks_bad_output_is_told_as_the_input_that_it_is() -> None:
+def test_another_networks_bad_output_is_reported_as_an_input() -> None:
     maker, judge = nn.Linear(4, 2), nn.Linear(2, 1)
     judging = Guard(judge, torch.optim.SGD(judge.parameters(), 0.1))
     noise = torch.randn(8, 4)
@@ -299,7 +299,7 @@ def test_another_networks_bad_output_is_told_as_the_input_that_it_is() -> None:
 
 
 class Warner(nn.Module):
-    """Warns at every call, and takes the logarithm of its input."""
+    """Warns on every call, and takes the logarithm of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Warner(nn.Module):
         return self.inner(x.log())
 
 
-def test_a_replay_does_not_make_a_warning_of_the_program_appear_again() -> None:
+def test_a_replay_does_not_repeat_a_warning_of_the_program() -> None:
     model = Warner()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     with warnings.catch_warnings(record=True) as shown:
@@ -322,7 +322,7 @@ def test_a_replay_does_not_make_a_warning_of_the_program_appear_again() -> None:
     assert [str(one.message) for one in shown] == ["the program's own"]
 
 
-def test_of_several_calls_that_a_loss_is_made_of_the_bad_one_is_named() -> None:
+def test_the_bad_one_of_several_calls_behind_a_loss_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, 4))
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     good, bad = torch.randn(3, 4), torch.full((3, 4), math.nan)
@@ -335,7 +335,7 @@ def test_of_several_calls_that_a_loss_is_made_of_the_bad_one_is_named() -> None:
 
 
 class NoClass:
-    """As a lazy proxy outside of its context."""
+    """Like a lazy proxy outside of its context."""
 
     @property
     def __class__(self) -> Any:
@@ -343,7 +343,7 @@ class NoClass:
 
 
 class NoAttributes:
-    """As settings whose names are looked up in a file."""
+    """Like settings whose names are looked up in a file."""
 
     def __getattr__(self, name: str) -> Any:
         raise KeyError(name)
@@ -361,7 +361,7 @@ class NoDict:
 
 
 class NoItems(dict[str, Any]):
-    """As a store whose connection is closed."""
+    """Like a store whose connection is closed."""
 
     def __len__(self) -> int:
         raise OSError("closed")
@@ -390,7 +390,7 @@ def make_root() -> tuple[nn.Linear, Guard]:
 
 @unreadable
 @pytest.mark.parametrize("where", ["closure", "argument"])
-def test_an_object_that_cannot_be_read_costs_no_diagnosis(kind: type, where: str) -> None:
+def test_an_unreadable_object_does_not_prevent_the_diagnosis(kind: type, where: str) -> None:
     model, guard = make_root()
     thing, calls = kind(), []
 
@@ -414,7 +414,7 @@ def test_an_object_that_cannot_be_read_costs_no_diagnosis(kind: type, where: str
 
 
 @unreadable
-def test_an_argument_that_cannot_be_read_does_not_end_a_training(kind: type) -> None:
+def test_an_unreadable_argument_does_not_end_a_training(kind: type) -> None:
     class Scale(nn.Linear):
         def forward(self, x: Tensor, _thing: Any) -> Tensor:
             return super().forward(x)

@@ -19,7 +19,7 @@ KERNELS: dict[str, Measure] = {"foreach": foreach.measure_table}
 if importlib.util.find_spec("triton"):
     from steadygrad.measure.kernels import triton
 
-    # Small chunks, so that small tensors meet every border; the interpreter is slow on large ones.
+    # Small chunks, so that small tensors reach every boundary; the interpreter is slow on large ones.
     KERNELS["triton"] = partial(triton.measure_table, chunk=256, block=64, width=4)
     if torch.cuda.is_available():
         KERNELS["triton as shipped"] = triton.measure_table
@@ -52,7 +52,9 @@ def assert_equals_reference(kernel: Measure, tensors: Sequence[Tensor]) -> Tenso
 @every_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 255, 256, 257, 1000, 5003])
-def test_every_dtype_and_odd_size(kernel: Measure, device: str, dtype: torch.dtype, size: int) -> None:
+def test_every_dtype_and_odd_size_equals_the_specification(
+    kernel: Measure, device: str, dtype: torch.dtype, size: int
+) -> None:
     values = torch.randn(size)
     values[::7] = 0.0
     assert_equals_reference(kernel, [values.to(device=device, dtype=dtype)])
@@ -60,7 +62,7 @@ def test_every_dtype_and_odd_size(kernel: Measure, device: str, dtype: torch.dty
 
 @every_device
 @every_kernel
-def test_dtypes_mix_and_empty_tensors_count_nothing(kernel: Measure, device: str) -> None:
+def test_mixed_dtypes_work_and_empty_tensors_count_nothing(kernel: Measure, device: str) -> None:
     tensors = [
         torch.randn(300),
         torch.empty(0),
@@ -78,7 +80,7 @@ def test_dtypes_mix_and_empty_tensors_count_nothing(kernel: Measure, device: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("size", [1, 64, 257])
-def test_one_bad_value_in_the_last_element_is_counted_and_left_out(
+def test_a_bad_value_in_the_last_element_is_counted_and_excluded(
     kernel: Measure, device: str, dtype: torch.dtype, value: float, size: int
 ) -> None:
     values = torch.randn(size).to(dtype)
@@ -90,7 +92,7 @@ def test_one_bad_value_in_the_last_element_is_counted_and_left_out(
 
 @every_device
 @every_kernel
-@pytest.mark.parametrize("size", [1, 700])  # a part of a chunk, and three
+@pytest.mark.parametrize("size", [1, 700])  # part of a chunk, and three chunks
 @pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1e-22, 1e-16, 1e-13, 1e13, 1e16, 1e19, 1e25, 3e38])
 def test_norms_survive_squares_that_over_or_underflow(kernel: Measure, device: str, scale: float, size: int) -> None:
     same = torch.full((size,), scale)
@@ -103,7 +105,7 @@ def test_norms_survive_squares_that_over_or_underflow(kernel: Measure, device: s
 
 @every_device
 @every_kernel
-def test_ordinary_values_beside_an_extreme_one(kernel: Measure, device: str) -> None:
+def test_ordinary_values_next_to_an_extreme_one_are_exact(kernel: Measure, device: str) -> None:
     large, small = torch.randn(1000), torch.randn(1000)
     large[500], small[3] = 3e38, 1e-44
     assert_equals_reference(kernel, [large.to(device), small.to(device), torch.tensor([1e30, 1e-30]).to(device)])
@@ -111,7 +113,7 @@ def test_ordinary_values_beside_an_extreme_one(kernel: Measure, device: str) -> 
 
 @every_device
 @every_kernel
-def test_more_tensors_than_are_folded_at_a_time(kernel: Measure, device: str) -> None:
+def test_more_tensors_than_are_folded_at_once(kernel: Measure, device: str) -> None:
     num = 1500 if device == "cuda" or kernel is KERNELS["foreach"] else 520  # the kernel folds 512
     tensors = [torch.randn(1 + i % 5, device=device) for i in range(num)]
     tensors[-1][0] = math.nan
@@ -121,6 +123,6 @@ def test_more_tensors_than_are_folded_at_a_time(kernel: Measure, device: str) ->
 
 @every_device
 @every_kernel
-def test_large_tensors_lose_no_precision(kernel: Measure, device: str) -> None:
+def test_large_tensors_keep_precision(kernel: Measure, device: str) -> None:
     size = 3_000_000 if device == "cuda" or kernel is KERNELS["foreach"] else 20_000
     assert_equals_reference(kernel, [torch.randn(size, device=device) + 1.0])

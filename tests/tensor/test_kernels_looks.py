@@ -1,4 +1,4 @@
-"""The kernels that look at weights and at Adam's moments equal the specification in plain torch."""
+"""The kernels that check weights and Adam's moments equal the specification in plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steadygrad.measure.leading import _measure as measure_rms
 
 triton_looks = pytest.importorskip("steadygrad.measure.kernels.triton_looks")
 DEVICE = DEVICES[-1]
-"""CUDA where there is one; the interpreter runs the kernels on the CPU elsewhere."""
+"""CUDA if available; otherwise the interpreter runs the kernels on the CPU."""
 
 
 def assert_equals_plain(tensors: list[Tensor], chunk: int = 256) -> tuple[Tensor, Tensor]:
@@ -30,11 +30,11 @@ def assert_equals_plain(tensors: list[Tensor], chunk: int = 256) -> tuple[Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 63, 64, 255, 256, 257, 1000])
-def test_a_look_equals_the_specification(dtype: torch.dtype, size: int) -> None:
+def test_a_check_of_weights_equals_the_specification(dtype: torch.dtype, size: int) -> None:
     assert_equals_plain([torch.randn(size, dtype=dtype, device=DEVICE)])
 
 
-def test_dtypes_layouts_and_empty_tensors_mix() -> None:
+def test_dtypes_layouts_and_empty_tensors_can_be_mixed() -> None:
     tensors = [
         torch.randn(300, device=DEVICE),
         torch.empty(0, device=DEVICE),
@@ -47,7 +47,7 @@ def test_dtypes_layouts_and_empty_tensors_mix() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_counted(value: float) -> None:
+def test_nonfinite_values_are_counted(value: float) -> None:
     tensors = [torch.randn(600, device=DEVICE), torch.randn(5, device=DEVICE)]
     tensors[0][-1] = value
     numbers, _ = assert_equals_plain(tensors)
@@ -55,7 +55,7 @@ def test_what_is_not_finite_is_counted(value: float) -> None:
     assert numbers[1, :2].tolist() == [0, 0]
 
 
-def test_one_bit_changes_the_hash_of_its_tensor_alone() -> None:
+def test_one_bit_changes_only_the_hash_of_its_tensor() -> None:
     tensors = [torch.randn(600, device=DEVICE) for _ in range(3)]
     plan = triton_looks.WeightLook(tensors, chunk=256)
     _, before = plan.look(tensors)
@@ -71,13 +71,13 @@ def test_a_layout_that_the_kernels_would_misread_is_refused(shape: Any, stride: 
     assert not triton_looks.fits(torch.randn(64).as_strided(shape, stride))
 
 
-def test_a_tensor_whose_memory_was_freed_or_is_held_by_another_is_refused() -> None:
+def test_a_tensor_with_freed_or_foreign_memory_is_refused() -> None:
     whole = torch.randn(64, device=DEVICE)
     freed = whole[8:40].view(4, 8)
     assert triton_looks.fits(freed)
-    whole.untyped_storage().resize_(0)  # as FSDP does between two uses of a parameter
+    whole.untyped_storage().resize_(0)  # like a parameter under FSDP between two uses
     assert not triton_looks.fits(freed)
-    # Of DTensor's kind: it has a shape and a dtype, and its elements are elsewhere.
+    # Like DTensor: it has a shape and a dtype, but its elements are elsewhere.
     wrapper = Tensor._make_wrapper_subclass(DTensor, (4, 8), dtype=torch.float32, device=DEVICE)  # type: ignore[attr-defined]
     assert not triton_looks.fits(wrapper)
 
@@ -109,7 +109,7 @@ def test_the_rms_before_the_first_step_of_adam_is_nan() -> None:
     assert triton_looks.RmsLook([state]).look([state]).isnan().all()
 
 
-def test_many_tensors_in_host_memory_equal_one_after_the_other() -> None:
+def test_many_tensors_in_host_memory_equal_one_at_a_time() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3,), (700, 300), (), (1,), (looks.CHUNK,), (looks.CHUNK + 1,), (0, 4), (3 * looks.CHUNK,)]
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -122,7 +122,7 @@ def test_many_tensors_in_host_memory_equal_one_after_the_other() -> None:
     assert hashes.tolist() == [int(looks.hash_bits(t)) if yes else 0 for t, yes in zip(tensors, hashed)]
 
 
-def test_adams_ratio_of_many_tensors_in_host_memory_equals_one_after_the_other() -> None:
+def test_adams_ratio_of_many_tensors_in_host_memory_equals_one_at_a_time() -> None:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in [(3,), (40, 7), (1,)]]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-3)
     watch = AdamWatch([optimizer], [(str(i), p) for i, p in enumerate(parameters)])
@@ -136,7 +136,7 @@ def test_adams_ratio_of_many_tensors_in_host_memory_equals_one_after_the_other()
         assert found.read() == pytest.approx(expected, rel=1e-6), num_steps
 
 
-def test_moments_on_another_device_are_not_for_the_kernels() -> None:
+def test_moments_on_another_device_are_not_passed_to_the_kernels() -> None:
     parameter = nn.Parameter(torch.randn(4, device=DEVICE))
     parameter.grad = torch.randn(4, device=DEVICE)
     group, step = {"betas": (0.9, 0.95), "eps": 1e-8}, torch.tensor(1.0)

@@ -75,7 +75,7 @@ def test_a_quiet_guard_is_invisible(make: Make, device: str) -> None:
 @every_device
 @pytest.mark.parametrize("bad", [{0}, {3}, {0, 1, 6}], ids=["first", "middle", "several"])
 @every_optimizer
-def test_after_a_skip_it_is_as_if_the_batch_had_never_come(make: Make, bad: set[int], device: str) -> None:
+def test_a_skipped_batch_leaves_no_trace(make: Make, bad: set[int], device: str) -> None:
     plain, guarded = make_model(device, norm=True), make_model(device, norm=True)
     batches = make_batches(10, device)
     plain_optimizer, optimizer = make(plain.parameters()), make(guarded.parameters())
@@ -135,7 +135,7 @@ def test_a_bad_loss_with_good_gradients_is_skipped_too(device: str) -> None:
 @every_device
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [0.05, 0.2])
-def test_where_clipping_engages_weights_equal_clip_grad_norm_within_rounding(
+def test_active_clipping_gives_the_weights_of_clip_grad_norm_within_rounding(
     max_norm: float, fused: bool, device: str
 ) -> None:
     plain, guarded = make_model(device), make_model(device)
@@ -155,7 +155,7 @@ def test_where_clipping_engages_weights_equal_clip_grad_norm_within_rounding(
 
 
 class _Scheduled:
-    """A schedule whose every step is visible in the learning rate."""
+    """A schedule whose every step changes the learning rate visibly."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.inner = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -163,7 +163,7 @@ class _Scheduled:
 
 @every_device
 @pytest.mark.parametrize("fused", [False, True])
-def test_scheduler_and_ema_stay_where_they_are_after_a_skip(fused: bool, device: str) -> None:
+def test_a_skip_does_not_advance_scheduler_and_ema(fused: bool, device: str) -> None:
     plain, guarded = make_model(device, norm=True), make_model(device, norm=True)
     batches = make_batches(8, device)
     bad = {0, 4}
@@ -221,7 +221,7 @@ def test_every_form_of_the_step_gives_the_same_weights(device: str) -> None:
 
 
 @every_device
-def test_a_compiled_model_is_guarded_like_any_other(device: str) -> None:
+def test_a_compiled_model_is_guarded_too(device: str) -> None:
     model = make_model(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     compiled = torch.compile(model, backend="aot_eager")
@@ -235,7 +235,7 @@ def test_a_compiled_model_is_guarded_like_any_other(device: str) -> None:
 
 
 class _Spectral(nn.Module):
-    """Keeps a buffer that it replaces, one that it changes through numpy-like writes, and one that it never touches."""
+    """Has a buffer that it replaces, one that it writes like numpy, and one that it never changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,13 +246,13 @@ class _Spectral(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = self.seen + x.detach().sum(0)  # replaced, not changed in place
-        self.hidden.data += x.detach().sum(0)  # no version moves
+        self.hidden.data += x.detach().sum(0)  # no version changes
         return self.linear(x + self.seen * 0 + self.constant[:6])
 
 
 @every_device
 @pytest.mark.parametrize("form", ["fn", "loss"])
-def test_buffers_that_change_without_a_trace_are_put_back(form: str, device: str) -> None:
+def test_buffers_that_change_invisibly_are_restored(form: str, device: str) -> None:
     torch.manual_seed(0)
     model = _Spectral().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)

@@ -1,4 +1,4 @@
-"""What a person reads of incidents: a cause in full once, and whose it is where several models are guarded."""
+"""The lines of incidents: a cause in full once, and the model's name if several are guarded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def logarithm(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """What a terminal shows."""
+    """Return what a terminal shows."""
     shown, logger = io.StringIO(), logging.getLogger("steadygrad")
     handler = FindingsHandler(shown)
     logger.addHandler(handler)
@@ -54,7 +54,7 @@ def lines() -> Iterator[io.StringIO]:
 BAD, GOOD = torch.full((2, 2), -5.0), torch.full((2, 2), 5.0)
 
 
-def test_a_cause_that_comes_again_is_printed_in_full_once_and_recorded_in_full_each_time(
+def test_a_repeated_cause_is_printed_in_full_once_and_recorded_in_full_each_time(
     lines: io.StringIO, tmp_path: Path
 ) -> None:
     model, guard = make(run_dir=tmp_path)
@@ -71,7 +71,7 @@ def test_a_cause_that_comes_again_is_printed_in_full_once_and_recorded_in_full_e
     assert [("negative" in cause["explanation"], cause["step"]) for cause in recorded] == [(True, s) for s in (1, 3, 4)]
 
 
-def test_another_cause_is_printed_in_full(lines: io.StringIO) -> None:
+def test_a_different_cause_is_printed_in_full(lines: io.StringIO) -> None:
     model, guard = make()
     for fn in (root, logarithm, root):
         guard.step(fn, model, BAD)
@@ -82,7 +82,7 @@ def test_another_cause_is_printed_in_full(lines: io.StringIO) -> None:
     assert text.count("the same cause as at step 0") == 1
 
 
-def test_lines_say_whose_they_are_only_where_several_models_are_guarded(lines: io.StringIO) -> None:
+def test_lines_name_the_model_only_if_several_are_guarded(lines: io.StringIO) -> None:
     maker, making = make(Generator)
     making.step(root, maker, BAD)
     alone = lines.getvalue()

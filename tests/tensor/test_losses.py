@@ -1,4 +1,4 @@
-"""What holds for every loss: the plain value in float64, true gradients, finite on everything, no host read."""
+"""What every loss guarantees: the plain value in float64, true gradients, finite on every input, no host read."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SMALL = 3.0  # healthy logits
 
 @dataclass(frozen=True)
 class Case:
-    """A loss of a differentiable tensor `x` of `shape`, against a target made from that shape."""
+    """A loss of a differentiable tensor `x` of `shape`, with a target made from that shape."""
 
     safe: Callable[..., Tensor]
     plain: Callable[[Tensor, Tensor], Tensor]
-    """Written out for float64, with the default reduction."""
+    """The formula in float64, with the default reduction."""
     make_target: Callable[[tuple[int, ...]], Tensor]
     shape: tuple[int, ...] = (4, 5)
     none_shape: tuple[int, ...] = (4,)
@@ -151,7 +151,7 @@ def assert_finite(loss: Tensor, x: Tensor) -> None:
 
 @every_loss
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_loss_is_the_plain_one_in_float64(name: str, dtype: torch.dtype) -> None:
+def test_the_loss_equals_the_plain_formula_in_float64(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     x, target = make_inputs(case, dtype)
     loss = case.safe(x, target)
@@ -164,7 +164,7 @@ def test_the_loss_is_the_plain_one_in_float64(name: str, dtype: torch.dtype) -> 
 
 
 @every_loss
-def test_the_gradient_is_the_plain_one(name: str) -> None:
+def test_the_gradient_equals_that_of_the_plain_formula(name: str) -> None:
     case = CASES[name]
     x, target = make_inputs(case, torch.float64)
     (gradient,) = torch.autograd.grad(case.safe(x, target), x)
@@ -180,7 +180,7 @@ def test_gradcheck(name: str) -> None:
 
 
 @every_loss
-def test_reductions_agree_with_each_other(name: str) -> None:
+def test_reductions_agree(name: str) -> None:
     case = CASES[name]
     x, target = make_inputs(case, torch.float64)
     each = case.safe(x, target, reduction="none")
@@ -205,7 +205,7 @@ def test_under_autocast_the_loss_is_fp32(name: str, dtype: torch.dtype) -> None:
         loss = case.safe(x, target)
     assert loss.dtype is torch.float32
     expected = case.plain(x.detach().double(), target.double() if target.is_floating_point() else target)
-    # What is computed is fp32 also for the matrix products; only `kl` has a step of torch's in half precision.
+    # Matrix products are computed in fp32 too; only `kl` has a step of torch's in half precision.
     torch.testing.assert_close(loss.double(), expected, rtol=0.05 if name == "kl" else 1e-5, atol=1e-6)
     assert_finite(loss, x)
 
@@ -244,7 +244,7 @@ def test_constant_inputs_are_finite(name: str, fill: float) -> None:
 
 @every_loss
 @pytest.mark.parametrize("size", [0, 1])
-def test_no_sample_and_one_sample_are_finite(name: str, size: int) -> None:
+def test_empty_and_single_sample_batches_are_finite(name: str, size: int) -> None:
     case = CASES[name]
     x, target = make_inputs(case, torch.float32, (size, *case.shape[1:]))
     loss = case.safe(x, target)
@@ -254,7 +254,7 @@ def test_no_sample_and_one_sample_are_finite(name: str, size: int) -> None:
 
 
 @every_loss
-def test_one_class_or_one_column_is_finite(name: str) -> None:
+def test_a_single_class_or_column_is_finite(name: str) -> None:
     case = CASES[name]
     x, target = make_inputs(case, torch.float32, (case.shape[0], 1, *case.shape[2:]))
     assert_finite(case.safe(x, target), x)
@@ -270,7 +270,7 @@ def test_nan_is_never_hidden(name: str) -> None:
 
 
 @every_loss
-def test_nothing_is_read_by_the_host(name: str) -> None:
+def test_the_host_reads_nothing(name: str) -> None:
     case = CASES[name]
     real = make_inputs(case, torch.float32)
     mode = FakeTensorMode()  # tensors without values: reading one raises
@@ -294,7 +294,7 @@ def test_it_compiles_as_one_graph(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_on_cuda_it_waits_for_nothing_and_is_finite(name: str, dtype: torch.dtype) -> None:
+def test_on_cuda_it_never_waits_and_is_finite(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     x, target = (t.detach().cuda() for t in make_inputs(case, dtype))
     x.requires_grad_()

@@ -1,4 +1,4 @@
-"""What each loss promises beyond the common: masks, ignored labels, infinite logits, scales, named terms."""
+"""What single losses guarantee: masks, ignored labels, infinite logits, scales, named terms."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def gradient_of(loss: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_ignored_labels_weights_and_smoothing_are_those_of_torch(
-    smoothing: float, weighted: bool, reduction: str
-) -> None:
+def test_ignored_labels_weights_and_smoothing_match_torch(smoothing: float, weighted: bool, reduction: str) -> None:
     logits = torch.randn(6, 4, 3, dtype=torch.float64)
     target = torch.randint(0, 4, (6, 3))
     target[0], target[2, 1] = -100, -100
@@ -55,13 +53,13 @@ def test_ignored_labels_weights_and_smoothing_are_those_of_torch(
     torch.testing.assert_close(loss, expected)
 
 
-def test_each_plain_cross_entropy_is_bit_for_bit_torchs() -> None:
+def test_each_plain_cross_entropy_equals_torchs_bit_for_bit() -> None:
     logits, target = torch.randn(64, 10), torch.randint(0, 10, (64,))
     expected = F.cross_entropy(logits, target, reduction="none")
     assert torch.equal(masked_cross_entropy(logits, target, reduction="none"), expected)
 
 
-def test_classes_may_stand_last() -> None:
+def test_classes_may_be_the_last_dimension() -> None:
     logits, target = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     expected = F.cross_entropy(logits.flatten(0, 1), target.flatten())
     torch.testing.assert_close(masked_cross_entropy(logits, target, dim=-1), expected)
@@ -71,7 +69,7 @@ def test_classes_may_stand_last() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"weight": torch.ones(3)}])
-def test_all_labels_ignored_is_a_zero_connected_to_the_graph(options: dict[str, object]) -> None:
+def test_only_ignored_labels_give_a_zero_connected_to_the_graph(options: dict[str, object]) -> None:
     layer = nn.Linear(2, 3)
     target = torch.full((4,), -100)
     plain = F.cross_entropy(layer(torch.randn(4, 2)), target)
@@ -86,7 +84,7 @@ def test_all_labels_ignored_is_a_zero_connected_to_the_graph(options: dict[str, 
 
 
 @pytest.mark.parametrize("garbage", [math.nan, INF, 1e38])
-def test_what_stands_at_an_ignored_place_does_not_matter(garbage: float) -> None:
+def test_logits_at_ignored_labels_do_not_matter(garbage: float) -> None:
     logits = torch.randn(3, 4)
     target = torch.tensor([1, -100, 2])
     expected = F.cross_entropy(logits, target)
@@ -101,7 +99,7 @@ def test_what_stands_at_an_ignored_place_does_not_matter(garbage: float) -> None
     assert torch.equal(masked, expected)
 
 
-def test_a_class_at_minus_infinity_is_left_out_of_the_smoothing() -> None:
+def test_a_class_at_minus_infinity_is_excluded_from_the_smoothing() -> None:
     logits = torch.tensor([[1.0, 2.0, -INF]], requires_grad=True)
     target = torch.tensor([0])
     assert F.cross_entropy(logits, target, label_smoothing=0.1).isinf()
@@ -112,7 +110,7 @@ def test_a_class_at_minus_infinity_is_left_out_of_the_smoothing() -> None:
     assert gradient_of(loss, logits).isfinite().all()
 
 
-def test_a_row_of_which_no_class_is_left_does_not_count() -> None:
+def test_a_row_without_remaining_classes_does_not_count() -> None:
     logits = torch.tensor([[-INF, -INF], [1.0, 2.0]], requires_grad=True)
     loss = masked_cross_entropy(logits, torch.tensor([0, 1]))
     torch.testing.assert_close(loss, F.cross_entropy(logits[1:], torch.tensor([1])))
@@ -127,7 +125,7 @@ def test_a_label_whose_class_is_at_minus_infinity_is_large_but_finite() -> None:
     assert gradient_of(loss, logits).isfinite().all()
 
 
-def test_the_ceiling_bounds_the_loss_and_stops_the_gradient() -> None:
+def test_the_ceiling_limits_the_loss_and_stops_the_gradient() -> None:
     logits = torch.tensor([[500.0, 0.0]], requires_grad=True)
     assert masked_cross_entropy(logits, torch.tensor([1]), ceiling=1000.0).item() == 500.0
     loss = masked_cross_entropy(logits, torch.tensor([1]), ceiling=100.0)
@@ -135,7 +133,7 @@ def test_the_ceiling_bounds_the_loss_and_stops_the_gradient() -> None:
     assert gradient_of(loss, logits).tolist() == [[0.0, 0.0]]
 
 
-def test_probabilities_as_labels_and_silly_smoothing_are_refused() -> None:
+def test_probabilities_as_labels_and_invalid_smoothing_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"class indices, got torch.float32 .*stable_kl"):
         masked_cross_entropy(torch.randn(2, 3), torch.rand(2, 3))
     with pytest.raises(ConfigError, match=r"label_smoothing must be between 0 and 1, got 1\.5"):
@@ -155,7 +153,7 @@ def test_infinite_logits_have_a_finite_binary_loss(logit: float, label: float, e
         assert gradient_of(loss, x).isfinite().all()
 
 
-def test_binary_weights_are_those_of_torch() -> None:
+def test_binary_weights_match_torch() -> None:
     x, y, weight, pos = torch.randn(4, 3), torch.rand(4, 3), torch.rand(4, 3), torch.rand(3) * 5
     expected = F.binary_cross_entropy_with_logits(x, y, weight, pos_weight=pos)
     torch.testing.assert_close(stable_bce_with_logits(x, y, weight=weight, pos_weight=pos), expected)
@@ -165,7 +163,7 @@ def test_binary_weights_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("loss", [stable_bce_with_logits, focal])
-def test_a_mask_leaves_out_what_it_says_and_its_garbage(loss: type) -> None:
+def test_a_mask_excludes_elements_and_their_garbage(loss: type) -> None:
     x = torch.tensor([0.3, math.nan, -2.0], requires_grad=True)
     y = torch.tensor([1.0, math.nan, 0.0])
     mask = torch.tensor([True, False, True])
@@ -187,7 +185,7 @@ def test_focal_is_finite_for_any_gamma(gamma: float, logit: float) -> None:
         assert gradient_of(loss, x).isfinite().all()
 
 
-def test_focal_written_plainly_is_nan_where_ours_is_not() -> None:
+def test_the_plain_focal_formula_is_nan_where_ours_is_not() -> None:
     x = torch.tensor([200.0], requires_grad=True)
     plain = (1 - x.sigmoid()) ** 0.5 * F.binary_cross_entropy_with_logits(x, torch.ones(1))
     assert gradient_of(plain.sum(), x).isnan()
@@ -196,7 +194,7 @@ def test_focal_written_plainly_is_nan_where_ours_is_not() -> None:
         focal(x, torch.ones(1), gamma=-1)
 
 
-def test_a_divergence_of_classes_without_mass_is_zero_there() -> None:
+def test_a_divergence_is_zero_for_classes_without_mass() -> None:
     log_q = torch.tensor([[0.0, -INF]], requires_grad=True)
     p = torch.tensor([[1.0, 0.0]])
     assert F.kl_div(log_q, p, reduction="batchmean").isnan()
@@ -214,7 +212,7 @@ def test_a_divergence_has_finite_gradients_to_a_target_without_mass() -> None:
     assert gradient_of(stable_kl(log_q, p), p).isfinite().all()
 
 
-def test_a_divergence_where_only_the_input_has_no_mass_is_large_but_finite() -> None:
+def test_a_divergence_with_no_mass_only_in_the_input_is_large_but_finite() -> None:
     log_q = torch.tensor([[-INF, 0.0]], requires_grad=True)
     loss = stable_kl(log_q, torch.tensor([[0.5, 0.5]]))
     assert loss.isfinite()
@@ -222,7 +220,7 @@ def test_a_divergence_where_only_the_input_has_no_mass_is_large_but_finite() -> 
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", "batchmean"])
-def test_divergences_of_logits_probabilities_and_logarithms_agree(reduction: str) -> None:
+def test_divergences_of_logits_probabilities_and_log_probabilities_agree(reduction: str) -> None:
     a, b = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
     log_q, log_p = a.log_softmax(-1), b.log_softmax(-1)
     each = F.kl_div(log_q, log_p, reduction="none", log_target=True)
@@ -245,7 +243,7 @@ def test_a_divergence_has_finite_gradients_on_both_sides() -> None:
 
 @pytest.mark.parametrize("loss", [dice, iou])
 @pytest.mark.parametrize("smooth", [0.0, 1.0])
-def test_an_empty_mask_predicted_empty_is_a_perfect_match(loss: type, smooth: float) -> None:
+def test_an_empty_mask_predicted_as_empty_is_a_perfect_match(loss: type, smooth: float) -> None:
     x = torch.full((2, 1, 4, 4), -200.0, requires_grad=True)  # sigmoid is 0 there
     value = loss(x, torch.zeros(2, 1, 4, 4), smooth=smooth)
     assert value.item() == pytest.approx(0.0, abs=1e-6)
@@ -253,7 +251,7 @@ def test_an_empty_mask_predicted_empty_is_a_perfect_match(loss: type, smooth: fl
 
 
 @pytest.mark.parametrize("loss", [dice, iou])
-def test_perfect_and_opposite_masks_are_zero_and_one(loss: type) -> None:
+def test_perfect_masks_give_zero_and_opposite_masks_one(loss: type) -> None:
     y = torch.randint(0, 2, (3, 8, 8)).float()
     assert loss(y, y, from_logits=False, smooth=0.0).item() == pytest.approx(0.0, abs=1e-6)
     assert loss(1 - y, y, from_logits=False, smooth=0.0).item() == pytest.approx(1.0)
@@ -268,7 +266,7 @@ def test_an_image_whose_sum_overflows_fp16_is_measured(loss: type) -> None:
     assert loss(y * 20, y).item() == pytest.approx(0.0, abs=1e-3)
 
 
-def test_a_segmentation_mask_leaves_pixels_out() -> None:
+def test_a_segmentation_mask_excludes_pixels() -> None:
     x, y = torch.randn(2, 6), torch.randint(0, 2, (2, 6)).float()
     mask = torch.tensor([True, True, True, True, False, False])
     expected = dice(x[:, :4], y[:, :4])
@@ -276,7 +274,7 @@ def test_a_segmentation_mask_leaves_pixels_out() -> None:
     torch.testing.assert_close(dice(x, y, mask=mask), expected)
 
 
-def test_structure_loss_takes_images_without_channels_and_refuses_other_shapes() -> None:
+def test_structure_loss_accepts_images_without_channels_and_refuses_other_shapes() -> None:
     x, y = torch.randn(2, 8, 8), torch.randint(0, 2, (2, 8, 8)).float()
     torch.testing.assert_close(structure_loss(x, y), structure_loss(x.unsqueeze(1), y.unsqueeze(1)))
     with pytest.raises(UsageError, match=r"got \(2, 8, 8\) and \(2, 1, 8, 8\)"):
@@ -288,7 +286,7 @@ def test_structure_loss_takes_images_without_channels_and_refuses_other_shapes()
 # --- embeddings -----------------------------------------------------------------------------------------------------
 
 
-def test_latents_that_differ_in_size_only_have_no_normalized_error() -> None:
+def test_latents_that_differ_only_in_size_have_no_normalized_error() -> None:
     x = torch.randn(4, 8)
     assert normalized_mse(x, 1e30 * x).item() == pytest.approx(0.0, abs=1e-12)
     assert normalized_mse(x, -x).item() == pytest.approx(4 / 8)
@@ -296,7 +294,7 @@ def test_latents_that_differ_in_size_only_have_no_normalized_error() -> None:
     torch.testing.assert_close(normalized_mse(x, x.flip(0), mask=mask), normalized_mse(x[:2], x.flip(0)[:2]))
 
 
-def test_shared_and_own_negatives_agree() -> None:
+def test_shared_and_separate_negatives_agree() -> None:
     q, k, negatives = torch.randn(3, 4), torch.randn(3, 4), torch.randn(5, 4)
     shared = info_nce(q, k, negatives)
     torch.testing.assert_close(info_nce(q, k, negatives.expand(3, 5, 4)), shared)
@@ -305,7 +303,7 @@ def test_shared_and_own_negatives_agree() -> None:
     torch.testing.assert_close(shared, F.cross_entropy(logits, torch.zeros(3, dtype=torch.long)))
 
 
-def test_a_learned_scale_is_held_and_finite() -> None:
+def test_a_learned_scale_is_clamped_and_finite() -> None:
     a, b = torch.randn(4, 8), torch.randn(4, 8)
     held = clip_loss(a, b, torch.tensor(1e38))
     torch.testing.assert_close(held, clip_loss(a, b, 100.0))
@@ -316,7 +314,7 @@ def test_a_learned_scale_is_held_and_finite() -> None:
         info_nce(a, b, temperature=0)
 
 
-def test_zero_embeddings_are_at_chance_with_zero_gradients() -> None:
+def test_zero_embeddings_give_the_chance_loss_and_zero_gradients() -> None:
     x = torch.zeros(4, 8, requires_grad=True)
     loss = clip_loss(x, torch.randn(4, 8))
     assert loss.item() == pytest.approx(math.log(4))
@@ -326,7 +324,7 @@ def test_zero_embeddings_are_at_chance_with_zero_gradients() -> None:
 # --- named terms ----------------------------------------------------------------------------------------------------
 
 
-def test_terms_are_weighted_into_the_loss_and_told_unweighted() -> None:
+def test_terms_are_weighted_in_the_loss_and_reported_unweighted() -> None:
     text, latent = torch.tensor(2.0, requires_grad=True), torch.tensor([3.0], requires_grad=True)
     result = Loss(text=1.0, latent=0.1)(latent=latent, text=text)
     assert list(result) == ["loss", "text", "latent"]
@@ -345,7 +343,7 @@ def test_a_term_of_weight_zero_cannot_poison_the_loss() -> None:
     assert find_bad_terms(result) == ("latent",)
 
 
-def test_guard_takes_the_result_and_the_terms_name_the_bad_one() -> None:
+def test_guard_accepts_the_result_and_names_the_bad_term() -> None:
     model = nn.Linear(3, 2)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     criterion = Loss(text=1.0, latent=0.1)

@@ -1,4 +1,4 @@
-"""A NaN is somebody else's fault, and must reach the gradient: a guard that steps after `backward` sees only that."""
+"""A NaN in the inputs must reach the gradient: a guard that steps after `backward` sees nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOME = torch.tensor([[1.0, 0.0, 0.3, 0.7]]).repeat(4, 1)
 SHARES = SOME / SOME.sum(1, keepdim=True)
 OTHER = torch.linspace(-1, 1, 16).view(4, 4)
 
-# Each takes [4, 4] and gives back anything. Those that are linear have a constant gradient, and are below.
+# Each maps [4, 4] to a tensor. Linear ones have a constant gradient, and are listed below.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "masked_cross_entropy": lambda x: losses.masked_cross_entropy(x, LABELS),
     "masked_cross_entropy, sum": lambda x: losses.masked_cross_entropy(x, LABELS, reduction="sum"),
@@ -75,9 +75,7 @@ def test_a_nan_reaches_the_gradient(name: str, dtype: torch.dtype) -> None:
     ],
     ids=["bce", "cross entropy", "mean", "kl"],
 )
-def test_healthy_elements_beside_a_nan_keep_their_gradient(
-    ours: Callable[..., Tensor], plain: Callable[..., Tensor]
-) -> None:
+def test_elements_next_to_a_nan_keep_their_gradient(ours: Callable[..., Tensor], plain: Callable[..., Tensor]) -> None:
     x = torch.randn(4, 4)
     x[2, 1] = math.nan
     x.requires_grad_()
@@ -86,7 +84,7 @@ def test_healthy_elements_beside_a_nan_keep_their_gradient(
     assert grads[0][0].abs().max() > 0
 
 
-def test_a_guard_that_sees_gradients_alone_skips_a_step_whose_loss_is_nan() -> None:
+def test_a_guard_that_sees_only_gradients_skips_a_step_with_a_nan_loss() -> None:
     model = nn.Linear(4, 1)
     guard = Guard(model, torch.optim.Adam(model.parameters(), lr=0.1))
     for step in range(8):
@@ -104,7 +102,7 @@ def test_a_guard_that_sees_gradients_alone_skips_a_step_whose_loss_is_nan() -> N
     guard.close()
 
 
-def test_a_nan_where_the_target_has_no_mass_is_seen_as_in_torch() -> None:
+def test_a_nan_where_the_target_has_no_mass_reaches_the_gradient_as_in_torch() -> None:
     log_q, p = torch.tensor([[math.nan, -1.0]]), torch.tensor([[0.0, 1.0]])
     assert F.kl_div(log_q, p, reduction="sum").isnan()
     assert losses.stable_kl(log_q, p).isnan()
@@ -123,9 +121,9 @@ def test_a_mean_has_the_size_of_its_elements(size: float) -> None:
     torch.testing.assert_close(torch.autograd.grad(losses.masked_mean(mixed), mixed)[0], torch.full((4,), 0.25))
 
 
-def test_rows_beyond_all_numbers_leave_the_others_their_gradient() -> None:
+def test_infinite_rows_do_not_affect_the_gradient_of_others() -> None:
     logits = torch.zeros(4, 3)
-    logits[:2, 1] = -math.inf  # the label's own
+    logits[:2, 1] = -math.inf  # that of the label
     target = torch.tensor([1, 1, 0, 0])
     logits.requires_grad_()
     loss = losses.masked_cross_entropy(logits, target, reduction="sum")
@@ -137,7 +135,7 @@ def test_rows_beyond_all_numbers_leave_the_others_their_gradient() -> None:
     torch.testing.assert_close(grad[2:], expected[2:])
 
 
-def test_a_norm_of_the_infinite_is_infinite_and_a_deviation_beyond_the_dtype_is_held() -> None:
+def test_an_infinite_vector_has_an_infinite_norm_and_a_huge_deviation_is_clamped() -> None:
     assert losses.safe_norm(torch.tensor([math.inf, 1.0])) == math.inf
     assert losses.safe_norm(torch.tensor([[math.inf, 1.0], [3.0, 4.0]]), dim=1).tolist() == [math.inf, 5.0]
     top = torch.finfo(torch.float32).max
@@ -147,14 +145,14 @@ def test_a_norm_of_the_infinite_is_infinite_and_a_deviation_beyond_the_dtype_is_
     assert torch.autograd.grad(std, far)[0].isfinite().all()
 
 
-def test_a_norm_of_tiny_float64_vectors_is_theirs() -> None:
+def test_the_norm_of_tiny_float64_vectors_is_exact() -> None:
     x = torch.tensor([3e-200, 4e-200], dtype=torch.float64, requires_grad=True)
     norm = losses.safe_norm(x)
     torch.testing.assert_close(norm.item(), 5e-200, rtol=1e-12, atol=0)
     torch.testing.assert_close(torch.autograd.grad(norm, x)[0].tolist(), [0.6, 0.8])
 
 
-def test_a_learned_temperature_that_went_below_its_floor_can_come_back() -> None:
+def test_a_learned_temperature_below_its_floor_can_recover() -> None:
     temperature = torch.tensor(0.004, requires_grad=True)
     x = F.normalize(torch.randn(4, 8), dim=1)
     loss = losses.info_nce(x + torch.randn(4, 8), x, temperature=temperature)

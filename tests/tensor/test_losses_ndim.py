@@ -18,7 +18,7 @@ VERSIONS = [0, 1, 2, 3]
 
 
 def spread(features: list[Tensor]) -> list[Tensor]:
-    """Each feature as a view [.., B, .., D] whose own dimension is its place: broadcasting makes the combinations."""
+    """Each feature as a view [.., B, .., D] with B at the feature's position: broadcasting makes the combinations."""
     return [f.reshape([1] * m + [len(f)] + [1] * (len(features) - 1 - m) + [-1]) for m, f in enumerate(features)]
 
 
@@ -43,7 +43,7 @@ def make_features(num: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("num", [2, 3, 4, 6])
-def test_logits_are_those_of_the_formula(version: int, num: int) -> None:
+def test_logits_equal_the_formula(version: int, num: int) -> None:
     features = make_features(num)
     logits = get_stable_loss_function(version)(*features)
     assert logits.shape == ((3,) * num if version < 2 else (3, 3))
@@ -83,7 +83,7 @@ def test_the_plain_geometric_mean_has_no_gradient_at_a_right_angle() -> None:
     assert not all(g.isfinite().all() for g in gradients)
 
 
-def test_without_normalizing_the_features_keep_their_size() -> None:
+def test_unnormalized_features_keep_their_size() -> None:
     features = make_features(2)
     product = get_stable_loss_function(0, normalize=False)(*features)
     torch.testing.assert_close(product, features[0] @ features[1].T)
@@ -92,17 +92,17 @@ def test_without_normalizing_the_features_keep_their_size() -> None:
 
 
 @pytest.mark.parametrize("version", [-1, 4, 17, None, "1"])
-def test_an_unknown_version_is_refused_before_it_is_used(version: object) -> None:
+def test_an_unknown_version_is_refused_at_once(version: object) -> None:
     with pytest.raises(ConfigError, match=r"loss_version must be 0 \(product\), 1 \(norm\)"):
         get_stable_loss_function(version)  # type: ignore[arg-type]
 
 
-def test_one_feature_is_not_enough() -> None:
+def test_a_single_feature_is_refused() -> None:
     with pytest.raises(UsageError, match=r"got 1 feature tensor\(s\), at least 2"):
         get_stable_loss_function(1)(torch.randn(3, 4))
 
 
-def test_the_pieces_share_eps_and_clamp() -> None:
+def test_all_functions_share_eps_and_clamp() -> None:
     stable = StableLossFunctions(eps=1e-4, clamp_min=-10, clamp_max=10)
     x = torch.tensor([4.0, 0.0, -1.0])
     assert stable.stable_sqrt(x).tolist() == [2.0, 0.0, 0.0]
@@ -114,7 +114,7 @@ def test_the_pieces_share_eps_and_clamp() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"eps": 0.0}, {"eps": math.nan}, {"clamp_min": 1.0, "clamp_max": 1.0}])
-def test_silly_settings_are_refused(settings: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"StableLossFunctions\.(eps|clamp_min) must be"):
         StableLossFunctions(**settings)
 
@@ -130,7 +130,7 @@ def test_products_are_fp32_under_autocast(version: int) -> None:
 
 @pytest.mark.parametrize("version", range(4))
 @pytest.mark.parametrize("size", [1e-30, 1e15, 1e30, 1e38])
-def test_features_that_are_not_normalised_may_have_any_size(size: float, version: int) -> None:
+def test_unnormalized_features_may_have_any_size(size: float, version: int) -> None:
     features = [(torch.randn(3, 4).clamp(-1, 1) * size).requires_grad_() for _ in range(3)]
     logits = get_stable_loss_function(version, normalize=False)(*features)
     assert logits.isfinite().all()
@@ -138,7 +138,7 @@ def test_features_that_are_not_normalised_may_have_any_size(size: float, version
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_large_and_small_features_whose_product_is_ordinary_give_it(version: int) -> None:
+def test_large_and_small_features_give_their_ordinary_product(version: int) -> None:
     ordinary = [torch.randn(3, 4) for _ in range(3)]
     sizes = (1e20, 1e-20, 1.0) if version == 0 else (1e5, 1e5, 1e5)
     function = StableLossFunctions(clamp_min=-1e9, clamp_max=1e9)

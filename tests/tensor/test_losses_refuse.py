@@ -1,4 +1,4 @@
-"""What the losses and safe pieces refuse, by name and with what was found; and what they go on taking."""
+"""What the losses and safe functions refuse, by name and with the value; and what they still accept."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_refusals(call: Call, error: type[SteadygradError], message: str) -> No
         call()
 
 
-# --- shapes that do not go together ---------------------------------------------------------------------------------
+# --- mismatched shapes ----------------------------------------------------------------------------------------------
 
 SHAPES: dict[str, tuple[Call, str]] = {
     "ce_batch": (
@@ -248,12 +248,12 @@ SHAPES: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_shapes_that_do_not_go_together_are_refused_and_named(name: str) -> None:
+def test_mismatched_shapes_are_refused_and_named(name: str) -> None:
     call, message = SHAPES[name]
     check_refusals(call, UsageError, re.escape(message))
 
 
-# --- dimensions that are not there ----------------------------------------------------------------------------------
+# --- missing dimensions ---------------------------------------------------------------------------------------------
 
 DIMS: dict[str, tuple[Call, str]] = {
     "norm": (
@@ -275,12 +275,12 @@ DIMS: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", list(DIMS))
-def test_a_dimension_that_is_not_there_is_refused_and_never_taken_for_another(name: str) -> None:
+def test_a_missing_dimension_is_refused_and_never_replaced_by_another(name: str) -> None:
     call, message = DIMS[name]
     check_refusals(call, UsageError, re.escape(message))
 
 
-# --- what is no tensor, or one of the wrong kind --------------------------------------------------------------------
+# --- values that are not tensors, or of the wrong kind --------------------------------------------------------------
 
 TAKES_ONE = {
     "safe_sqrt": safe_sqrt,
@@ -312,7 +312,7 @@ TAKES_TWO = {
 
 
 @pytest.mark.parametrize("name", list(TAKES_ONE))
-def test_a_piece_of_what_is_no_real_tensor_is_refused(name: str) -> None:
+def test_a_safe_function_of_a_value_that_is_not_a_real_tensor_is_refused(name: str) -> None:
     piece: Callable[..., Tensor] = TAKES_ONE[name]
     with pytest.raises(UnsupportedError, match=rf"{name}'s x must be a tensor, got list"):
         piece([1.0, 2.0])
@@ -323,7 +323,7 @@ def test_a_piece_of_what_is_no_real_tensor_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(TAKES_TWO))
-def test_a_loss_of_what_is_no_tensor_or_lies_elsewhere_is_refused(name: str) -> None:
+def test_a_loss_of_a_non_tensor_or_a_tensor_elsewhere_is_refused(name: str) -> None:
     loss: Callable[..., Tensor] = TAKES_TWO[name]
     with pytest.raises(UnsupportedError, match=rf"{name}'s \S+ must be a tensor, got list"):
         loss(zeros(2, 3), [0, 1])
@@ -353,7 +353,7 @@ KINDS: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_the_wrong_kind_of_input_is_refused_by_name(name: str) -> None:
+def test_an_input_of_the_wrong_kind_is_refused_by_name(name: str) -> None:
     call, message = KINDS[name]
     check_refusals(call, UnsupportedError, re.escape(message))
 
@@ -363,7 +363,7 @@ def test_the_wrong_kind_of_input_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("label", [10, -1, -100_000])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_class_that_the_logits_do_not_have_is_refused_on_the_cpu(label: int, weighted: bool) -> None:
+def test_a_label_out_of_range_is_refused_on_the_cpu(label: int, weighted: bool) -> None:
     target = labels(4)
     target[2] = label
     weight = torch.ones(10) if weighted else None
@@ -372,17 +372,17 @@ def test_a_class_that_the_logits_do_not_have_is_refused_on_the_cpu(label: int, w
     )
     check_refusals(lambda: masked_cross_entropy(zeros(4, 10), target, weight=weight), UsageError, message)
     kept = masked_cross_entropy(zeros(4, 10), target, weight=weight, mask=target == 0)
-    assert kept.item() == pytest.approx(math.log(10))  # what is masked is not looked at
+    assert kept.item() == pytest.approx(math.log(10))  # masked labels are not checked
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool])
-def test_labels_of_every_whole_dtype_are_taken(dtype: torch.dtype) -> None:
+def test_labels_of_every_integer_dtype_are_accepted(dtype: torch.dtype) -> None:
     logits, target = torch.randn(6, 200), torch.tensor([0, 1, 1, 0, 1, 0])
     assert torch.equal(masked_cross_entropy(logits, target.to(dtype)), F.cross_entropy(logits, target))
 
 
-def test_the_label_to_ignore_is_not_wrapped_into_a_small_dtype() -> None:
-    logits, target = torch.randn(2, 200), torch.tensor([156, 3])  # 156 is -100 in eight bits
+def test_the_ignored_label_does_not_wrap_around_in_a_small_dtype() -> None:
+    logits, target = torch.randn(2, 200), torch.tensor([156, 3])  # -100 is 156 in eight bits
     assert torch.equal(masked_cross_entropy(logits, target.to(torch.uint8)), F.cross_entropy(logits, target))
 
 
@@ -461,19 +461,19 @@ SETTINGS: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_settings_that_cannot_be_meant_are_refused_by_name(name: str) -> None:
+def test_invalid_settings_are_refused_by_name(name: str) -> None:
     call, message = SETTINGS[name]
     check_refusals(call, ConfigError, re.escape(message))
 
 
 @pytest.mark.parametrize("name", [n for n in TAKES_TWO if not n.startswith("safe_") and "similarity" not in n])
-def test_an_unknown_reduction_names_the_loss_and_those_it_has(name: str) -> None:
+def test_an_unknown_reduction_is_refused_with_the_loss_and_its_reductions(name: str) -> None:
     loss: Callable[..., Tensor] = TAKES_TWO[name]
     with pytest.raises(ConfigError, match=rf"^{name}'s reduction must be one of .*mean, sum, none, got 'average'"):
-        loss(zeros(2, 3, 3), zeros(2, 3, 3), reduction="average")  # before anything else is looked at
+        loss(zeros(2, 3, 3), zeros(2, 3, 3), reduction="average")  # before any other check
 
 
-# --- what stays legal -----------------------------------------------------------------------------------------------
+# --- what is still accepted -----------------------------------------------------------------------------------------
 
 
 def draw(*shape: int) -> Tensor:
@@ -570,7 +570,7 @@ LEGAL: dict[str, tuple[Call, Call]] = {
 
 
 @pytest.mark.parametrize("name", list(LEGAL))
-def test_broadcasting_that_enlarges_one_side_is_taken_as_written_out(name: str) -> None:
+def test_broadcasting_that_enlarges_one_side_equals_the_written_out_form(name: str) -> None:
     broadcast, written_out = LEGAL[name]
     result = broadcast()
     assert result.isfinite().all()
@@ -590,7 +590,7 @@ def all_inputs_of_latents(x: Tensor, y: Tensor, gamma: float) -> Tensor:
     return mse + focal(x, y, gamma=gamma, mask=torch.ones(1, 5)) + stable_kl(x, y[0], from_logits=True)
 
 
-def test_checks_compile_into_one_graph_with_sizes_and_settings_that_change() -> None:
+def test_checks_compile_into_one_graph_with_changing_sizes_and_settings() -> None:
     cross_entropy, latents = (
         torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
         for f in (all_inputs_of_cross_entropy, all_inputs_of_latents)
@@ -603,7 +603,7 @@ def test_checks_compile_into_one_graph_with_sizes_and_settings_that_change() -> 
     torch.compiler.reset()
 
 
-def test_a_compiled_loss_refuses_in_the_same_words() -> None:
+def test_a_compiled_loss_refuses_with_the_same_message() -> None:
     compiled = torch.compile(focal, backend="aot_eager")
     check_refusals(lambda: compiled(zeros(4, 1), zeros(4)), UsageError, re.escape("got (4, 1) and (4,)"))
     torch.compiler.reset()
@@ -621,7 +621,7 @@ def test_checks_of_masks_and_weights_read_no_value() -> None:
         normalized_mse(x, y, mask=torch.empty(4))
 
 
-def test_losses_of_single_samples_can_be_mapped() -> None:
+def test_losses_of_single_samples_work_with_vmap() -> None:
     logits, target = torch.randn(3, 4, 5), labels(3, 4)
     each = torch.stack([masked_cross_entropy(x, y) for x, y in zip(logits, target)])
     torch.testing.assert_close(torch.vmap(masked_cross_entropy)(logits, target), each)
@@ -629,7 +629,7 @@ def test_losses_of_single_samples_can_be_mapped() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_cuda_checks_of_masks_and_weights_wait_for_nothing() -> None:
+def test_on_cuda_checks_of_masks_and_weights_never_wait() -> None:
     x, y, target = torch.rand(4, 5).cuda(), torch.rand(4, 5).cuda(), labels(4).cuda()
     rows, columns, scale = torch.ones(4).cuda(), torch.ones(5).cuda(), torch.tensor(0.5).cuda()
     torch.cuda.set_sync_debug_mode("error")

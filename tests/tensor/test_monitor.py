@@ -1,4 +1,4 @@
-"""GradientHealthMonitor and ActivationMonitor against plain float64 torch, and the words that people grep for."""
+"""GradientHealthMonitor and ActivationMonitor compared with plain float64 torch, and their documented messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def after_backward(model: nn.Module, scale: float = 1.0) -> nn.Module:
 
 
 def with_gradients(*gradients: list[float]) -> nn.ParameterDict:
-    """A model whose parameters p0, p1, ... have exactly these gradients."""
+    """Return a model whose parameters p0, p1, ... have exactly these gradients."""
     model = nn.ParameterDict({f"p{i}": nn.Parameter(torch.zeros(len(g))) for i, g in enumerate(gradients)})
     for parameter, gradient in zip(model.values(), gradients):
         parameter.grad = torch.tensor(gradient)
@@ -64,7 +64,7 @@ def reference_norms(model: nn.Module) -> dict[str, float]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Length of each vector that went to the host."""
+    """Record the length of each vector copied to the host."""
     lengths: list[int] = []
     send = Transfer.send
 
@@ -139,7 +139,7 @@ def test_gradients_of_several_dtypes_and_layouts_are_measured_together() -> None
     assert stats["layer_stats"]["table.weight"]["zero_share"] >= 48 / 50
 
 
-def test_frozen_parameters_are_not_counted_and_missing_gradients_are_told() -> None:
+def test_frozen_parameters_are_not_counted_and_missing_gradients_are_reported() -> None:
     model = make_model()
     model[0].weight.requires_grad_(False)
     model[0].weight.grad = torch.full_like(model[0].weight, 1e9)
@@ -153,7 +153,7 @@ def test_frozen_parameters_are_not_counted_and_missing_gradients_are_told() -> N
     assert "2 of 3 parameters have no gradient: 0.bias, 2.weight." in note
 
 
-def test_without_any_gradient_norms_are_zero_and_the_advice_asks_for_backward() -> None:
+def test_without_any_gradient_norms_are_zero_and_the_advice_is_to_call_backward() -> None:
     stats = GradientHealthMonitor(make_model()).check_gradients()
 
     assert [stats[f"{kind}_grad_norm"] for kind in ("global", "max", "min", "mean")] == [0.0] * 4
@@ -171,7 +171,7 @@ def test_without_any_gradient_norms_are_zero_and_the_advice_asks_for_backward() 
         ([math.inf, math.nan], math.nan, True, True),
     ],
 )
-def test_nan_and_inf_are_told_apart_and_together(
+def test_nan_and_inf_are_counted_separately_and_together(
     gradient: list[float], norm: float, has_nan: bool, has_inf: bool
 ) -> None:
     stats = GradientHealthMonitor(with_gradients([3.0, 4.0], gradient)).check_gradients()
@@ -193,7 +193,7 @@ def test_a_huge_finite_gradient_is_exploding_and_not_inf() -> None:
     assert stats["recommendations"][0].startswith("⚠️ Exploding gradients detected (norm=1.4e+25)!")
 
 
-def test_the_advice_is_worded_as_documented() -> None:
+def test_the_advice_has_the_documented_wording() -> None:
     stats = GradientHealthMonitor(with_gradients([125.43], [3.2e-8])).check_gradients()
 
     assert stats["recommendations"] == [
@@ -203,7 +203,7 @@ def test_the_advice_is_worded_as_documented() -> None:
     ]
 
 
-def test_thresholds_are_strict_and_their_own() -> None:
+def test_thresholds_are_strict_and_independent() -> None:
     model = with_gradients([0.5], [8.0])
     at = GradientHealthMonitor(model, vanishing_threshold=0.5, exploding_threshold=math.hypot(0.5, 8.0))
     beyond = GradientHealthMonitor(model, vanishing_threshold=0.51, exploding_threshold=8.0)
@@ -219,7 +219,7 @@ def test_a_parameter_without_elements_does_not_vanish() -> None:
     assert stats["recommendations"] == []
 
 
-def test_a_check_takes_the_loss_scale_out_of_the_numbers_but_not_out_of_the_gradients() -> None:
+def test_a_check_divides_its_numbers_by_the_loss_scale_but_not_the_gradients() -> None:
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss = model(torch.randn(8, 6)).square().sum()
@@ -239,7 +239,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 40])
-def test_a_check_reads_the_device_once_however_many_parameters(num_layers: int, sent: list[int]) -> None:
+def test_a_check_reads_the_device_once_for_any_number_of_parameters(num_layers: int, sent: list[int]) -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(num_layers)))
     monitor = GradientHealthMonitor(after_backward(model))
 
@@ -262,7 +262,7 @@ def test_a_model_that_changes_after_construction_is_still_measured() -> None:
     assert stats["global_grad_norm"] == pytest.approx(math.hypot(*reference_norms(model).values()), rel=1e-12)
 
 
-def test_history_and_counters_grow_within_bounds_and_reset() -> None:
+def test_history_and_counters_are_bounded_and_can_be_reset() -> None:
     model = with_gradients([3.0, 4.0])
     monitor = GradientHealthMonitor(model)
     for _ in range(1005):
@@ -278,7 +278,7 @@ def test_history_and_counters_grow_within_bounds_and_reset() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_model_that_carries_its_monitor_can_be_copied(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_model_that_holds_its_monitor_can_be_copied(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     model = after_backward(make_model())
     model.monitor = GradientHealthMonitor(model)
     before = model.monitor.check_gradients()["global_grad_norm"]
@@ -309,7 +309,7 @@ def test_a_wrong_setting_is_refused_by_name_and_value(setting: str, value: Any) 
         GradientHealthMonitor(make_model(), **{setting: value})
 
 
-def test_a_model_with_nothing_to_train_is_refused() -> None:
+def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="no trainable parameter: ReLU"):
         GradientHealthMonitor(nn.ReLU())
     with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module, got <class 'list'>"):
@@ -320,7 +320,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 
 class Board:
-    """Keeps what it is given, as a wandb run would."""
+    """Keeps the values it gets, like a wandb run."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[dict[str, float], int]] = []
@@ -329,7 +329,7 @@ class Board:
         self.rows.append((values, step))
 
 
-def test_the_printed_lines_are_those_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_lines_are_the_documented_ones(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = GradientHealthMonitor(with_gradients([125.43], [3.2e-8]))
     stats = monitor.check_gradients() | {"max_grad_norm": 340.12, "mean_grad_norm": 45.67}
 
@@ -359,7 +359,7 @@ def test_a_healthy_run_prints_every_log_frequency_steps(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("gradient", [1e-9, 101.0, math.nan, math.inf])
-def test_trouble_is_printed_at_every_step(gradient: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_are_printed_at_every_step(gradient: float, capsys: pytest.CaptureFixture[str]) -> None:
     monitor = GradientHealthMonitor(with_gradients([gradient]))
     for step in (1, 2):
         monitor.log_statistics(monitor.check_gradients(), step=step)
@@ -370,7 +370,7 @@ def test_trouble_is_printed_at_every_step(gradient: float, capsys: pytest.Captur
     assert out.count("Consider: ") >= 2
 
 
-def test_parameters_that_are_idle_do_not_print_at_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_idle_parameters_are_not_printed_at_every_step(capsys: pytest.CaptureFixture[str]) -> None:
     model = with_gradients([3.0, 4.0], [1.0])
     model["p1"].grad = None
     monitor = GradientHealthMonitor(model)
@@ -432,7 +432,7 @@ def test_a_logger_without_step_gets_the_numbers_too() -> None:
     assert plain.values["grad/global_norm"] == 5.0
 
 
-def test_a_failing_logger_is_reported_once_and_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_logger_is_reported_once_and_not_called_again(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
         calls = 0
 
@@ -482,7 +482,7 @@ def test_clipping_equals_clip_grad_norm(dtype: torch.dtype, max_norm: float) -> 
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=0)
 
 
-def test_gradients_below_the_threshold_are_left_bit_identical() -> None:
+def test_gradients_below_the_threshold_stay_bit_identical() -> None:
     model = after_backward(make_model())
     before = [p.grad.clone() for p in model.parameters()]
 
@@ -491,7 +491,7 @@ def test_gradients_below_the_threshold_are_left_bit_identical() -> None:
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before))
 
 
-def test_clipping_uses_the_threshold_of_the_constructor_and_reaches_sparse_gradients() -> None:
+def test_clipping_uses_the_threshold_of_the_constructor_and_covers_sparse_gradients() -> None:
     model = nn.ModuleList([nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)])
     (100 * model[1](model[0](torch.tensor([1, 7, 7])))).sum().backward()
     before = reference_norms(model)
@@ -500,7 +500,7 @@ def test_clipping_uses_the_threshold_of_the_constructor_and_reaches_sparse_gradi
 
     assert norm == pytest.approx(math.hypot(*before.values()), rel=1e-6)
     after = {name: value * 0.5 / norm for name, value in before.items()}
-    assert reference_norms(model) == pytest.approx(after, rel=1e-5)  # torch's 1e-6 beside the norm
+    assert reference_norms(model) == pytest.approx(after, rel=1e-5)  # torch adds 1e-6 to the norm
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -514,7 +514,7 @@ def test_clipping_never_spreads_a_nonfinite_value(poison: float) -> None:
     assert model["p1"].grad.tolist() == pytest.approx([1.0, poison], nan_ok=True)
 
 
-def test_clipping_without_gradients_is_zero_and_a_bad_threshold_is_refused() -> None:
+def test_clipping_without_gradients_returns_zero_and_a_bad_threshold_is_refused() -> None:
     monitor = GradientHealthMonitor(make_model())
 
     assert monitor.apply_gradient_clipping() == 0.0
@@ -525,7 +525,7 @@ def test_clipping_without_gradients_is_zero_and_a_bad_threshold_is_refused() -> 
 # --- get_gradient_flow_summary ------------------------------------------------------------------------------------
 
 
-def test_the_flow_summary_sorts_parameters_by_the_health_of_their_gradient() -> None:
+def test_the_flow_summary_groups_parameters_by_gradient_health() -> None:
     model = with_gradients([1e-9], [3.0, 4.0], [101.0], [math.inf], [math.nan])
 
     flow = GradientHealthMonitor(model).get_gradient_flow_summary()
@@ -541,7 +541,7 @@ def test_the_flow_summary_sorts_parameters_by_the_health_of_their_gradient() -> 
     }
 
 
-def test_the_flow_summary_is_that_of_the_last_check_without_another_read(sent: list[int]) -> None:
+def test_the_flow_summary_reuses_the_last_check_without_another_read(sent: list[int]) -> None:
     model = with_gradients([3.0, 4.0])
     monitor = GradientHealthMonitor(model, enable_detailed_logging=False)
     monitor.check_gradients()
@@ -555,14 +555,14 @@ def test_the_flow_summary_is_that_of_the_last_check_without_another_read(sent: l
 
 
 class Given(nn.Module):
-    """Puts out what it is given."""
+    """Returns a given output."""
 
     def forward(self, x: Any) -> Any:
         return x
 
 
 class CountHostReads(TorchDispatchMode):
-    """Counts the operations that make the host wait for one number."""
+    """Counts operations that make the host wait for one number."""
 
     num_reads = 0
 
@@ -591,7 +591,7 @@ def test_activation_statistics_equal_plain_float64_torch_over_all_batches() -> N
     }
 
 
-def test_nonfinite_activations_are_counted_and_kept_out_of_the_moments() -> None:
+def test_nonfinite_activations_are_counted_and_excluded_from_the_moments() -> None:
     model = Given()
     with ActivationMonitor(model) as monitor:
         model(torch.tensor([[1.0, math.nan, 3.0, -math.inf]]))
@@ -603,7 +603,7 @@ def test_nonfinite_activations_are_counted_and_kept_out_of_the_moments() -> None
     assert monitor.detect_dead_neurons() == {"": 0.0}
 
 
-def test_an_output_larger_than_a_piece_is_still_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_larger_than_a_chunk_counts_as_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadygrad.monitor.activations.PIECE", 64)
     values, model = torch.randn(37, 10), Given()
     values[:, 3] = 0
@@ -617,7 +617,7 @@ def test_an_output_larger_than_a_piece_is_still_one_output(monkeypatch: pytest.M
     assert monitor.detect_dead_neurons() == {"": 0.1}
 
 
-def test_hooks_read_nothing_back_and_a_question_reads_once(sent: list[int]) -> None:
+def test_hooks_read_nothing_and_a_query_reads_once(sent: list[int]) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Hardtanh(), nn.Flatten(), nn.Linear(64, 2))
     batch = torch.randn(2, 3, 6, 6)
     plain, watched = CountHostReads(), CountHostReads()
@@ -636,7 +636,7 @@ def test_hooks_read_nothing_back_and_a_question_reads_once(sent: list[int]) -> N
         assert (len(sent), asked.num_reads) == (num_questions, 0)
 
 
-def test_a_unit_is_dead_when_no_batch_lifts_it_above_the_threshold() -> None:
+def test_a_unit_is_dead_if_no_batch_raises_it_above_the_threshold() -> None:
     model = Given()
     with ActivationMonitor(model) as monitor:
         model(torch.tensor([[0.0, 1e-3, 0.0, -2.0], [0.0, 0.0, 0.0, 0.0]]))
@@ -659,7 +659,7 @@ def test_half_precision_does_not_round_the_threshold(dtype: torch.dtype) -> None
     assert monitor.detect_dead_neurons(threshold) == {"": 0.0}
 
 
-def test_dead_channels_of_a_convolution_are_found_through_its_relu() -> None:
+def test_dead_channels_of_a_convolution_are_found_after_its_relu() -> None:
     model = nn.Sequential(nn.Conv1d(2, 5, 3), nn.ReLU())
     with torch.no_grad():
         model[0].bias[:2] = -1e3
@@ -669,7 +669,7 @@ def test_dead_channels_of_a_convolution_are_found_through_its_relu() -> None:
     assert monitor.detect_dead_neurons() == {"0": 0.0, "1": 0.4}
 
 
-def test_channels_last_activations_are_units_of_the_last_dimension() -> None:
+def test_the_units_of_channels_last_activations_are_in_the_last_dimension() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     with torch.no_grad():
         model[0].bias[0] = -1e3
@@ -679,7 +679,7 @@ def test_channels_last_activations_are_units_of_the_last_dimension() -> None:
     assert monitor.detect_dead_neurons()["1"] == 0.25
 
 
-def test_a_relu_used_at_several_widths_counts_the_units_of_each() -> None:
+def test_a_relu_used_at_several_widths_counts_units_for_each() -> None:
     model = Given()
     with ActivationMonitor(model) as monitor:
         model(torch.tensor([[0.0, 1.0]]))
@@ -697,7 +697,7 @@ def test_a_relu_used_at_several_widths_counts_the_units_of_each() -> None:
         (nn.ReLU6(), [9.0, -9.0, 2.0, 4.0]),
     ],
 )
-def test_units_that_stay_at_a_bound_are_saturated(module: nn.Module, drive: list[float]) -> None:
+def test_units_that_stay_at_a_limit_are_saturated(module: nn.Module, drive: list[float]) -> None:
     model = nn.Sequential(module)
     with ActivationMonitor(model) as monitor:
         model(torch.tensor([drive, [-drive[1], -drive[1], drive[2], drive[3]]]))
@@ -707,7 +707,7 @@ def test_units_that_stay_at_a_bound_are_saturated(module: nn.Module, drive: list
     assert monitor.get_statistics()["0"]["saturation"] == 0.5
 
 
-def test_the_saturation_threshold_is_honoured_and_one_free_sample_frees_a_unit() -> None:
+def test_the_saturation_threshold_is_used_and_one_free_sample_frees_a_unit() -> None:
     model = nn.Sequential(nn.Tanh(), nn.Linear(2, 2))
     with ActivationMonitor(model) as monitor:
         model(torch.atanh(torch.tensor([[0.95, 0.995], [-0.95, 0.995]])))
@@ -719,7 +719,7 @@ def test_the_saturation_threshold_is_honoured_and_one_free_sample_frees_a_unit()
     assert monitor.detect_saturated(threshold=0.9) == {"0": 0.0}
 
 
-def test_a_bounded_module_of_ones_own_can_be_named() -> None:
+def test_a_custom_bounded_module_can_be_registered() -> None:
     model = Given()
     with ActivationMonitor(model, bounds={Given: (0.0, 10.0)}) as monitor:
         model(torch.tensor([[10.0, 5.0]]))
@@ -749,7 +749,7 @@ class WideClamp(nn.Hardtanh):
         (nn.Hardtanh(), {nn.Hardtanh: (-3.0, 3.0)}, 0.0),
     ],
 )
-def test_the_range_of_the_nearest_class_counts_and_ones_own_before_the_stock_one(
+def test_the_range_of_the_nearest_class_counts_and_custom_ranges_come_first(
     module: nn.Module, bounds: dict[type[nn.Module], tuple[float, float]], saturation: float
 ) -> None:
     with ActivationMonitor(module, bounds=bounds) as monitor:
@@ -814,7 +814,7 @@ def test_watching_changes_neither_outputs_nor_gradients() -> None:
 @pytest.mark.parametrize(
     "output", [torch.tensor([1, 2]), torch.ones(2, dtype=torch.complex64), None, [], torch.ones(0)]
 )
-def test_outputs_without_real_numbers_are_passed_over(output: Any) -> None:
+def test_outputs_without_real_numbers_are_ignored(output: Any) -> None:
     model = Given()
     with ActivationMonitor(model) as monitor:
         model(output)
@@ -823,7 +823,7 @@ def test_outputs_without_real_numbers_are_passed_over(output: Any) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda x: (x, None), lambda x: [None, x], lambda x: {"n": 3, "y": x}])
-def test_a_module_that_returns_several_things_counts_by_its_first_tensor(wrap: Callable[[Tensor], Any]) -> None:
+def test_the_first_tensor_counts_if_a_module_returns_several_values(wrap: Callable[[Tensor], Any]) -> None:
     model = Given()
     with ActivationMonitor(model) as monitor:
         model(wrap(torch.full((2, 3), 7.0)))
@@ -831,7 +831,7 @@ def test_a_module_that_returns_several_things_counts_by_its_first_tensor(wrap: C
     assert monitor.get_statistics()[""]["mean"] == 7.0
 
 
-def test_statistics_go_on_through_no_grad_inference_mode_autocast_and_training() -> None:
+def test_statistics_work_in_no_grad_inference_mode_autocast_and_training() -> None:
     model = make_model()
     contexts = [torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.enable_grad()]
     with ActivationMonitor(model) as monitor:
@@ -842,7 +842,7 @@ def test_statistics_go_on_through_no_grad_inference_mode_autocast_and_training()
     assert monitor.get_statistics()["2"]["num_calls"] == 4
 
 
-def test_training_only_passes_over_eval_mode() -> None:
+def test_training_only_ignores_eval_mode() -> None:
     model = make_model()
     with ActivationMonitor(model, training_only=True) as monitor:
         model.eval()(torch.randn(2, 6))
@@ -852,7 +852,7 @@ def test_training_only_passes_over_eval_mode() -> None:
     assert monitor.get_statistics()["0"]["num_calls"] == 1
 
 
-def test_a_parametrized_layer_is_a_leaf_and_its_parametrization_is_none() -> None:
+def test_a_parametrized_layer_is_a_leaf_and_its_parametrization_is_not() -> None:
     model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))
     with ActivationMonitor(model) as monitor:
         model(torch.randn(2, 6))
@@ -860,7 +860,7 @@ def test_a_parametrized_layer_is_a_leaf_and_its_parametrization_is_none() -> Non
     assert list(monitor.get_statistics()) == ["0"]
 
 
-def test_a_failing_hook_is_reported_and_taken_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_hook_is_reported_and_removed(caplog: pytest.LogCaptureFixture) -> None:
     class Brittle(Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -879,7 +879,7 @@ def test_a_failing_hook_is_reported_and_taken_off(caplog: pytest.LogCaptureFixtu
     assert monitor.get_statistics() == monitor.detect_dead_neurons() == {}
 
 
-def test_a_compiled_model_runs_in_one_graph_with_the_hooks_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiled_model_runs_in_one_graph_with_hooks(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     batch = torch.randn(2, 6)
@@ -887,7 +887,7 @@ def test_a_compiled_model_runs_in_one_graph_with_the_hooks_on(caplog: pytest.Log
         assert torch.equal(compiled(batch), model(batch))
 
     assert "Run the plain model" in caplog.text
-    assert {stats["num_calls"] for stats in monitor.get_statistics().values()} == {1}  # the plain call
+    assert {stats["num_calls"] for stats in monitor.get_statistics().values()} == {1}  # the uncompiled call
 
 
 def test_wrong_settings_of_an_activation_monitor_are_refused() -> None:
@@ -912,7 +912,7 @@ class NamedLogger:
 
 
 class MetricsLogger:
-    """As Lightning's loggers are."""
+    """Like Lightning's loggers."""
 
     def __init__(self) -> None:
         self.seen: dict[str, float] = {}
@@ -922,7 +922,7 @@ class MetricsLogger:
 
 
 @pytest.mark.parametrize("kind", [NamedLogger, MetricsLogger])
-def test_log_statistics_serves_loggers_by_name_and_those_of_lightning(kind: type[Any]) -> None:
+def test_log_statistics_supports_loggers_by_name_and_lightning_loggers(kind: type[Any]) -> None:
     model = nn.Linear(3, 1)
     model(torch.ones(2, 3)).sum().backward()
     monitor, logger = GradientHealthMonitor(model), kind()
@@ -938,6 +938,6 @@ def test_log_statistics_finds_the_active_wandb_run(tmp_path: Path) -> None:
     model(torch.ones(2, 3)).sum().backward()
     monitor = GradientHealthMonitor(model)
     with wandb.init(mode="offline", dir=str(tmp_path), project="a") as run:
-        for step in (0, 1):  # wandb completes a step when the next one comes
+        for step in (0, 1):  # wandb completes a step when the next one begins
             monitor.log_statistics(monitor.check_gradients(), step=step)
         assert run.summary["grad/global_norm"] > 0

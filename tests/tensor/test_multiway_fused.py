@@ -1,4 +1,4 @@
-"""The multiway loss in few launches: the same numbers as the sweep it stands in for, however that is cut."""
+"""The multiway loss in few launches: the same numbers as the sweep it replaces, for every split."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = triton.Tiles(16, 16, 16, 1, 1)
 # fp32 against float64; logits of a few tens.
 SINGLE = 3e-5
-# Before the kernels: 261 for mip in fp16, 335 to 374 for the others in fp32. On the CPU four conversions come on top
+# Before the kernels: 261 for mip in fp16, 335 to 374 for the others in fp32. The CPU adds four conversions
 # (eight with three products), which CUDA's matmul does itself.
 MOST_LAUNCHES = {
     ("mip", "fp16"): 36,
@@ -48,7 +48,7 @@ def test_a_small_batch_takes_few_launches_and_never_waits(similarity: Similarity
         )
         torch.autograd.grad(loss, features)
     assert counter.total <= MOST_LAUNCHES[similarity, precision], counter.names
-    assert "_local_scalar_dense" not in counter.names  # .item() and its like
+    assert "_local_scalar_dense" not in counter.names  # .item() and similar calls
 
 
 # Three products have fp32's accuracy, one and a half-precision half 11 bits; logits of a few tens.
@@ -59,7 +59,7 @@ CHOICES = [("mip", "fp32", SINGLE), ("mip", "fp16", 3e-3), ("cosine", "fp16", 3e
 @pytest.mark.parametrize("shape", [(5, 3, 9), (7, 2, 5)], ids=str)
 @pytest.mark.parametrize("rows", [2, 16])
 @pytest.mark.parametrize(("similarity", "precision", "limit"), CHOICES)
-def test_the_cut_changes_nothing(
+def test_the_split_changes_nothing(
     shape: tuple[int, int, int],
     rows: int,
     similarity: Similarity,
@@ -86,10 +86,10 @@ def test_the_cut_changes_nothing(
 @pytest.mark.parametrize(("similarity", "precision", "limit"), CHOICES)
 @pytest.mark.parametrize("span", [slice(0, 2), slice(1, 5)], ids=str)
 @pytest.mark.parametrize("num", [2, 3, 6])
-def test_a_part_of_the_first_index_is_summed_as_the_sweep_does(
+def test_a_part_of_the_first_index_is_summed_like_in_the_sweep(
     num: int, span: slice, similarity: Similarity, precision: Precision, limit: float
 ) -> None:
-    """As each process of several does."""
+    """Like each of several processes."""
     size = 5 if num < 6 else 3
     span = slice(min(span.start, size - 1), min(span.stop, size))
     features = make_features(num, size, 8, device=DEVICE)
@@ -104,7 +104,7 @@ def test_a_part_of_the_first_index_is_summed_as_the_sweep_does(
         else:
             engine = triton.TritonEngine(precision, SMALL, curve=CURVES[similarity].name)
             table, positives = fused.sum_combinations(batch, engine)
-        there = table > -1e29  # not where the first index is another process's
+        there = table > -1e29  # not if the first index belongs to another process
         table = torch.where(there, table, 0.0)
         weights = torch.linspace(-1, 2, table.numel(), dtype=dtype, device=DEVICE).view_as(table)
         total = (table * weights).sum() + positives[span].sum()
@@ -116,7 +116,7 @@ def test_a_part_of_the_first_index_is_summed_as_the_sweep_does(
 @pytest.mark.parametrize("similarity", ["cosine", "norm"])
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "fp16x3", "bf16"])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_half_of_sums_is_laid_out_as_in_plain_torch(
+def test_one_half_of_the_sums_has_the_layout_of_plain_torch(
     similarity: Similarity, precision: Precision, first: bool
 ) -> None:
     features = torch.stack([f.detach() for f in make_features(5, 6, 33, dtype=torch.float32, device=DEVICE)])

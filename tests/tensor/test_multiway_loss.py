@@ -1,4 +1,4 @@
-"""The multiway loss: every way to compute it equals the specification, gradients included."""
+"""The multiway loss: every implementation equals the specification, including gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scale_for(similarity: str, num: int, dim: int) -> torch.Tensor:
 @every_shape
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_tiled_equals_the_specification(
+def test_the_tiled_loss_equals_the_specification(
     shape: tuple[int, int, int], similarity: str, negatives: str, reduction: str
 ) -> None:
     features, scale = make_features(*shape), scale_for(similarity, shape[0], shape[2])
@@ -52,7 +52,7 @@ def test_tiled_equals_the_specification(
 
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("tile_bytes", [8, 64, 1 << 12])
-def test_the_cut_changes_nothing(tile_bytes: int, negatives: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_split_changes_nothing(tile_bytes: int, negatives: str, monkeypatch: pytest.MonkeyPatch) -> None:
     features, scale = make_features(5, 4, 6), make_scale(5, 6)
     expected = evaluate(features, scale, impl="tiled", negatives=negatives)
 
@@ -75,7 +75,7 @@ def test_boxes_cover_every_row_once_and_stay_within_their_size(max_rows: int, sp
 
 
 @every_similarity
-def test_gradients_are_the_slopes_of_the_value(similarity: str) -> None:
+def test_gradients_equal_the_slopes_of_the_value(similarity: str) -> None:
     features, scale = make_features(4, 3, 4), scale_for(similarity, 4, 4)
 
     def loss(scale: torch.Tensor, *features: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_gradients_are_the_slopes_of_the_value(similarity: str) -> None:
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("similarity", ["mip", "cosine"])
-def test_two_modalities_are_clip(negatives: str, smoothing: float, similarity: str) -> None:
+def test_with_two_modalities_the_loss_equals_clip(negatives: str, smoothing: float, similarity: str) -> None:
     features, scale = make_features(2, 9, 6), make_scale(2, 6)
     logits = scale * features[0] @ features[1].T
     labels = torch.arange(9)
@@ -109,7 +109,7 @@ def test_the_order_of_the_modalities_does_not_matter(similarity: str, negatives:
 
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("impl", ["naive", "tiled"])
-def test_smoothing_is_that_of_cross_entropy_over_the_written_out_classes(negatives: str, impl: str) -> None:
+def test_smoothing_equals_that_of_cross_entropy_over_all_classes(negatives: str, impl: str) -> None:
     features, scale = make_features(3, 4, 5), make_scale(3, 5)
     losses = multiway_contrastive(
         features, scale, negatives=negatives, label_smoothing=0.2, reduction="none", impl=impl
@@ -125,14 +125,14 @@ def test_smoothing_is_that_of_cross_entropy_over_the_written_out_classes(negativ
         torch.testing.assert_close(losses[i, 0], expected, rtol=1e-10, atol=0)
 
 
-def test_random_features_lose_the_logarithm_of_the_number_of_combinations() -> None:
+def test_for_random_features_the_loss_is_the_log_of_the_number_of_combinations() -> None:
     features = [f.detach() for f in make_features(5, 4, 64)]
     chance = 4 * math.log(4)
     assert abs(float(multiway_contrastive(features, 0.0)) - chance) < 1e-12
     assert abs(float(multiway_contrastive(features, 0.0, negatives="fibre")) - math.log(4)) < 1e-12
 
 
-def test_anchors_choose_columns_and_the_reductions_agree() -> None:
+def test_anchors_select_columns_and_reductions_agree() -> None:
     features, scale = make_features(4, 3, 5), make_scale(4, 5)
     table = multiway_contrastive(features, scale, reduction="none")
     assert table.shape == (3, 4)
@@ -146,7 +146,7 @@ def test_fibre_is_below_all() -> None:
     features, scale = make_features(4, 5, 6), make_scale(4, 6)
     fibre = multiway_contrastive(features, scale, negatives="fibre", reduction="none")
     every = multiway_contrastive(features, scale, reduction="none")
-    for m in range(4):  # exchanging modality m leaves every other anchor where it is
+    for m in range(4):  # exchanging modality m does not change the other anchors
         others = [other for other in range(4) if other != m]
         assert bool((fibre[:, m, None] <= every[:, others]).all())
     assert bool((fibre > 0).all())
@@ -180,7 +180,7 @@ def test_identical_vectors_have_finite_gradients() -> None:
 
 
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
-def test_a_second_derivative_is_refused_where_it_would_be_wrong(negatives: str) -> None:
+def test_wrong_second_derivatives_are_refused(negatives: str) -> None:
     features = make_features(3, 4, 5)
     for impl in ("naive", "tiled"):
         loss = multiway_contrastive(features, 30.0, negatives=negatives, impl=impl)
@@ -194,8 +194,8 @@ def test_a_second_derivative_is_refused_where_it_would_be_wrong(negatives: str) 
 
 @pytest.mark.parametrize("present", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 1e-5, 1e-3])
-def test_the_distance_of_vectors_that_nearly_agree_is_exact_in_fp32(noise: float, present: bool) -> None:
-    """A difference of squares has nothing but rounding there: gradients were three times too large, or none."""
+def test_the_distance_of_nearly_equal_vectors_is_exact_in_fp32(noise: float, present: bool) -> None:
+    """A difference of squares is pure rounding error there: gradients were three times too large, or zero."""
     exact = [f.detach().float().double().requires_grad_() for f in make_features(6, 3, 256, noise=noise)]
     single = [f.detach().float().requires_grad_() for f in exact]
     here = torch.ones(3, 6, dtype=torch.bool)
@@ -218,7 +218,7 @@ def test_the_specification_is_the_same_under_autocast() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation returned."""
+    """Records the size of the largest result of any operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def test_no_tensor_is_larger_than_a_tile() -> None:
         torch.einsum("az,bz->ab", torch.zeros(12**3, 8), torch.zeros(12**3, 8))
     with LargestTensor() as swept:
         evaluate(features, scale)
-    assert naive_like.numel == 12**6  # 3 million: the measure sees such a tensor
+    assert naive_like.numel == 12**6  # 3 million: the check would notice such a tensor
     assert swept.numel <= TILE_BYTES["cpu"] // 4
 
 
@@ -268,7 +268,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         multiway_contrastive(features, 1.0, precision="bf16")
 
 
-def test_curves_have_the_slopes_they_say() -> None:
+def test_curves_have_the_slopes_they_report() -> None:
     for curve in CURVES.values():
         x = torch.tensor([0.1, 1.0, 9.0], dtype=torch.float64, requires_grad=True)
         y = curve.value(x)
@@ -277,8 +277,8 @@ def test_curves_have_the_slopes_they_say() -> None:
 
 
 @pytest.mark.parametrize("scale", [10.5, 12.0, 14.0])
-def test_a_sample_that_is_far_off_loses_no_digit(scale: float) -> None:
-    """softplus is linear above 20: 2e-9 too little, a hundred thousand roundings of float64."""
+def test_a_sample_far_off_loses_no_precision(scale: float) -> None:
+    """softplus is linear above 20: 2e-9 too small, a hundred thousand rounding errors of float64."""
     left = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     right = -left  # each sample is closest to the other one's
     found = multiway_contrastive([left, right], torch.tensor(scale, dtype=torch.float64), reduction="none")

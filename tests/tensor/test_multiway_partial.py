@@ -1,4 +1,4 @@
-"""The multiway loss of part of the data: absent modalities, sampled and permuted negatives, several processes."""
+"""The multiway loss on partial data: absent modalities, sampled and permuted negatives, several processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scale_for(similarity: str, num: int, dim: int) -> Tensor:
 
 
 def make_present(size: int, num: int) -> Tensor:
-    """Complete samples, some that lack one or two modalities, one with a single modality, one with none."""
+    """Complete samples, some without one or two modalities, one with a single modality, one with none."""
     present = torch.ones(size, num, dtype=torch.bool)
     present[1, 0] = present[2, 1] = present[2, 2] = False
     present[3, 1:] = False
@@ -39,7 +39,9 @@ def make_present(size: int, num: int) -> Tensor:
 @every_similarity
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_with_absent_modalities_tiled_equals_the_specification(similarity: str, negatives: str, reduction: str) -> None:
+def test_with_absent_modalities_the_tiled_loss_equals_the_specification(
+    similarity: str, negatives: str, reduction: str
+) -> None:
     features, scale = make_features(4, 7, 5), scale_for(similarity, 4, 5)
     options = {"similarity": similarity, "negatives": negatives, "reduction": reduction, "present": make_present(7, 4)}
     assert_same(
@@ -52,7 +54,7 @@ def test_with_absent_modalities_tiled_equals_the_specification(similarity: str, 
 
 @every_similarity
 @pytest.mark.parametrize("negatives", ["all", "fibre", "sampled", "permuted"])
-def test_what_stands_in_an_absent_place_is_never_read(similarity: str, negatives: str) -> None:
+def test_values_of_absent_modalities_are_never_read(similarity: str, negatives: str) -> None:
     features, scale, present = make_features(4, 7, 5), scale_for(similarity, 4, 5), make_present(7, 4)
     options = {"similarity": similarity, "negatives": negatives, "present": present, "reduction": "none"}
     before = evaluate(features, scale, generator=torch.Generator().manual_seed(1), **options)
@@ -69,7 +71,7 @@ def test_what_stands_in_an_absent_place_is_never_read(similarity: str, negatives
 
 @every_similarity
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
-def test_everything_present_is_the_same_as_no_mask(similarity: str, negatives: str) -> None:
+def test_a_full_mask_equals_no_mask(similarity: str, negatives: str) -> None:
     features, scale = make_features(4, 5, 6), scale_for(similarity, 4, 6)
     options = {"similarity": similarity, "negatives": negatives}
     plain = evaluate(features, scale, **options)
@@ -79,14 +81,14 @@ def test_everything_present_is_the_same_as_no_mask(similarity: str, negatives: s
 
 @every_similarity
 @pytest.mark.parametrize("negatives", ["all", "fibre", "sampled", "permuted"])
-def test_nothing_present_is_a_zero_that_is_connected(similarity: str, negatives: str) -> None:
+def test_an_empty_mask_gives_a_zero_connected_to_the_graph(similarity: str, negatives: str) -> None:
     features, scale = make_features(3, 4, 5, dtype=torch.float32), make_scale(3, 5, dtype=torch.float32)
     present = torch.zeros(4, 3, dtype=torch.bool)
     found = evaluate(features, scale, similarity=similarity, negatives=negatives, present=present)
     assert all(bool((tensor == 0).all()) for tensor in found)
 
 
-def test_a_complete_sample_beside_incomplete_ones_meets_only_what_is_there() -> None:
+def test_a_complete_sample_is_compared_only_with_what_is_present() -> None:
     features, scale = make_features(3, 4, 5), make_scale(3, 5)
     present = torch.ones(4, 3, dtype=torch.bool)
     present[1, 2] = False
@@ -98,13 +100,13 @@ def test_a_complete_sample_beside_incomplete_ones_meets_only_what_is_there() -> 
 
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("similarity", ["mip", "cosine"])
-def test_smoothing_counts_only_classes_that_are_there(negatives: str, similarity: str) -> None:
+def test_smoothing_counts_only_present_classes(negatives: str, similarity: str) -> None:
     features, scale, present = make_features(3, 4, 5), scale_for(similarity, 3, 5), torch.ones(4, 3, dtype=torch.bool)
     present[1, 2] = False
     options = {"negatives": negatives, "similarity": similarity, "present": present, "reduction": "none"}
     sharp = multiway_contrastive(features, scale, **options)
     smooth = multiway_contrastive(features, scale, label_smoothing=0.3, **options)
-    # For sample 0, anchor 0, from the written out logits.
+    # For sample 0, anchor 0, from the explicit logits.
     pair = (lambda x, y, z: (x * y * z).sum(-1)) if similarity == "mip" else (
         lambda x, y, z: ((x * y).sum(-1) + (x * z).sum(-1) + (y * z).sum(-1)) / 3
     )  # fmt: skip
@@ -121,7 +123,7 @@ def test_smoothing_counts_only_classes_that_are_there(negatives: str, similarity
 
 
 @pytest.mark.parametrize("num", [3, 5])
-def test_sampling_with_its_correction_approaches_the_loss_of_all(num: int) -> None:
+def test_sampling_with_correction_approaches_the_full_loss(num: int) -> None:
     features, scale = [f.detach() for f in make_features(num, 8, 32)], make_scale(num, 32).item() / 14.0
     exact = multiway_contrastive(features, scale)
     errors = []
@@ -137,14 +139,14 @@ def test_sampling_with_its_correction_approaches_the_loss_of_all(num: int) -> No
     assert errors[1] < 0.02
 
 
-def test_one_draw_of_every_combination_is_exact() -> None:
-    """M=2: K samples that happen to be all B others, with weight 1."""
+def test_drawing_every_combination_once_is_exact() -> None:
+    """M=2: K samples that are exactly the B others, with weight 1."""
     features, scale = make_features(2, 2, 6), make_scale(2, 6)
     found = multiway_contrastive(features, scale, negatives="sampled", num_samples=50)
     torch.testing.assert_close(found, multiway_contrastive(features, scale))
 
 
-def test_permuted_is_symile_with_one_negative_of_each_other_row() -> None:
+def test_permuted_equals_symile_with_one_negative_from_each_other_row() -> None:
     features, scale = make_features(3, 6, 8), make_scale(3, 8)
     found = multiway_contrastive(
         features, scale, negatives="permuted", generator=torch.Generator().manual_seed(5), reduction="none"
@@ -161,7 +163,7 @@ def test_permuted_is_symile_with_one_negative_of_each_other_row() -> None:
 
 @pytest.mark.parametrize("negatives", ["sampled", "permuted"])
 @every_similarity
-def test_estimates_have_the_gradients_of_their_value(negatives: str, similarity: str) -> None:
+def test_the_gradients_of_estimates_match_their_value(negatives: str, similarity: str) -> None:
     features, scale = make_features(3, 4, 5), scale_for(similarity, 3, 5)
 
     def loss(scale: Tensor, *features: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ def test_estimates_have_the_gradients_of_their_value(negatives: str, similarity:
     assert torch.autograd.gradcheck(loss, (scale, *features))
 
 
-def test_the_mean_over_permutations_does_not_take_smoothing() -> None:
+def test_the_mean_over_permutations_refuses_smoothing() -> None:
     with pytest.raises(UnsupportedError, match="permuted"):
         multiway_contrastive(make_features(3, 4, 5), 1.0, negatives="permuted", label_smoothing=0.1)
 
@@ -181,7 +183,7 @@ def test_the_mean_over_permutations_does_not_take_smoothing() -> None:
 # --- several processes --------------------------------------------------------------------------------------------
 
 
-def test_gathering_without_processes_says_so() -> None:
+def test_gathering_without_processes_raises_an_error() -> None:
     with pytest.raises(UsageError, match="init_process_group"):
         multiway_contrastive(make_features(3, 4, 5), 1.0, gather=True)
 
@@ -198,7 +200,7 @@ CASES = [
 
 
 def test_two_processes_have_the_loss_and_gradients_of_one(tmp_path: Path) -> None:
-    """Each holds half of the batch; the mean over processes is what DistributedDataParallel makes of it."""
+    """Each process holds half of the batch; DistributedDataParallel averages over processes."""
     torch.multiprocessing.spawn(run_rank, args=(2, str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     torch.manual_seed(7)

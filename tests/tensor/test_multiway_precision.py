@@ -1,4 +1,4 @@
-"""In which precision the multiway loss multiplies: what `auto` means, how each rounds, how far fp16 reaches."""
+"""The precision of the products in the multiway loss: what `auto` selects, how each rounds, the range of fp16."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("fp32", torch.float32, CUDA, "mip", False, "fp32"),
     ],
 )
-def test_which_precision_is_meant(
+def test_auto_selects_the_precision(
     asked: str, dtype: torch.dtype, device: torch.device, similarity: Similarity, masked: bool, expected: str
 ) -> None:
     assert choose_precision(asked, dtype, device, similarity=similarity, masked=masked) == expected
 
 
 @pytest.mark.parametrize(("precision", "bits"), [("tf32", 11), ("fp16", 11), ("bf16", 8), ("fp32", 24)])
-def test_a_half_is_rounded_to_the_nearest_that_the_precision_has(precision: Precision, bits: int) -> None:
+def test_a_half_is_rounded_to_the_nearest_value_of_the_precision(precision: Precision, bits: int) -> None:
     half = (1 + torch.rand(4096)) * torch.logspace(-3, 3, 4096) * torch.tensor([-1.0, 1.0]).repeat(2048)
     mantissa, exponent = torch.frexp(half.double())
     expected = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
     rounded = round_half(half, precision).double()
-    ties = (mantissa * 2**bits).frac().abs() == 0.5  # either neighbour is as near
+    ties = (mantissa * 2**bits).frac().abs() == 0.5  # both neighbours are equally near
     assert torch.equal(rounded[~ties], expected[~ties])
     assert (~ties).sum() > 4000
 
 
 @pytest.mark.parametrize("sign", [0, -(1 << 31)])
 def test_rounding_keeps_every_nan_and_infinity(sign: int) -> None:
-    # From the infinity to CUDA's own NaN, which has every bit of the mantissa set
+    # Between the infinity and CUDA's NaN, which has all mantissa bits set
     mantissas = [0, 1, 0xFFF, 0x1000, 0x400000, 0x7FF000, 0x7FFFFF]
     bits = torch.tensor([(0x7F800000 | mantissa) + sign for mantissa in mantissas], dtype=torch.int32)
     half = bits.view(torch.float32)
@@ -66,20 +66,20 @@ def test_rounding_keeps_every_nan_and_infinity(sign: int) -> None:
 
 
 @pytest.mark.parametrize("bound", [1e-29, 3e-8, 1.0, 1.999, 65504.0, 1e30])
-def test_a_gain_is_a_power_of_two_that_uses_the_range_and_leaves_room_to_round_up(bound: float) -> None:
+def test_a_gain_is_a_power_of_two_that_uses_the_range_and_leaves_room_for_rounding(bound: float) -> None:
     gain = float(find_gain(torch.tensor(bound)))
     assert 2**14 <= bound * gain < 2**15
     assert torch.frexp(torch.tensor(gain)).mantissa == 0.5
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38])
-def test_a_gain_of_nearly_nothing_is_finite(size: float) -> None:
+def test_the_gain_of_tiny_values_is_finite(size: float) -> None:
     assert torch.isfinite(find_gain(torch.tensor(size)))
 
 
 @pytest.mark.parametrize(("precision", "inside"), [("tf32", "tf32"), ("fp32", "ieee")])
 @pytest.mark.parametrize("outside", [True, False])
-def test_the_programs_own_switch_stands_again_afterwards(precision: Precision, inside: str, outside: bool) -> None:
+def test_the_programs_own_switch_is_restored(precision: Precision, inside: str, outside: bool) -> None:
     switch = torch.backends.cuda.matmul
     before = switch.allow_tf32
     try:
@@ -92,8 +92,8 @@ def test_the_programs_own_switch_stands_again_afterwards(precision: Precision, i
         switch.allow_tf32 = before
 
 
-def test_a_switch_that_followed_another_follows_it_again() -> None:
-    """Its value reads as the other's: written back as its own, it would stay when the other is set anew."""
+def test_a_switch_that_followed_another_still_follows_it() -> None:
+    """It returns the other's value: if written back as its own, it would no longer follow the other."""
     matmul = torch.backends.cuda.matmul
     before = torch.backends.fp32_precision
     try:
@@ -121,7 +121,7 @@ def test_fp16_is_never_summed_in_fp16(outside: bool) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])
-def test_a_lower_precision_stays_near_and_its_loss_above_zero(precision: str) -> None:
+def test_a_lower_precision_stays_close_and_its_loss_above_zero(precision: str) -> None:
     exact = make_features(4, 5, 32, noise=0.7)
     scale = make_scale(4, 32)
     features = [f.detach().float().requires_grad_() for f in exact]
@@ -137,8 +137,8 @@ def test_a_lower_precision_stays_near_and_its_loss_above_zero(precision: str) ->
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("weight", [1e-20, 1.0, 2.0**16])
 @pytest.mark.parametrize("size", [1e-5, 1.0, 1e4])
-def test_fp16_has_the_digits_of_tf32_whatever_the_size(size: float, weight: float, negatives: str) -> None:
-    """fp16 alone ends at 6e-8 and 65504; the weights of the backward pass at 1e-20 would all be zero."""
+def test_fp16_has_the_accuracy_of_tf32_at_any_size(size: float, weight: float, negatives: str) -> None:
+    """fp16 alone ranges from 6e-8 to 65504; weights of the backward pass near 1e-20 would all be zero."""
     exact, scale = make_features(4, 6, 32, noise=0.7), make_scale(4, 32)
     features = [(f.detach() * size).float().requires_grad_() for f in exact]
     single = (scale.detach() / size**4).float()
@@ -148,8 +148,8 @@ def test_fp16_has_the_digits_of_tf32_whatever_the_size(size: float, weight: floa
     assert_same([loss, *grads], [expected[0], *expected[2:]], rtol=3e-3)
 
 
-def test_fp16_keeps_samples_that_are_nearly_right_beside_one_that_is_wrong() -> None:
-    """One sample has all the loss: 1e5 times less weight is still far inside fp16."""
+def test_fp16_keeps_nearly_correct_samples_next_to_a_wrong_one() -> None:
+    """One sample has all the loss: 1e5 times less weight is still well within fp16."""
     exact, scale = make_features(4, 6, 64, noise=0.1), make_scale(4, 64)
     with torch.no_grad():
         exact[1][0] *= -1
@@ -162,13 +162,13 @@ def test_fp16_keeps_samples_that_are_nearly_right_beside_one_that_is_wrong() -> 
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16x3"])
-def test_fp16_is_refused_where_it_has_no_range(precision: str) -> None:
+def test_fp16_is_refused_beyond_its_range(precision: str) -> None:
     features = make_features(3, 4, 8, dtype=torch.float32)
     with pytest.raises(UnsupportedError, match="precision='tf32'"):
         multiway_contrastive(features, 1.0, precision=precision, present=torch.ones(4, 3, dtype=torch.bool))
 
 
-def test_autocast_outside_changes_nothing() -> None:
+def test_an_outer_autocast_changes_nothing() -> None:
     features, scale = make_features(3, 4, 8, dtype=torch.float32), make_scale(3, 8, dtype=torch.float32)
     plain = evaluate(features, scale)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -177,8 +177,8 @@ def test_autocast_outside_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("anchor", range(5))
-def test_fp16_does_not_overflow_when_one_side_has_all_the_weight(anchor: int) -> None:
-    """The weights' gain comes from the rows for anchors 0 to 2, from the columns for 3 and 4."""
+def test_fp16_does_not_overflow_if_one_side_has_all_the_weight(anchor: int) -> None:
+    """The gain of the weights comes from the rows for anchors 0 to 2, and from the columns for 3 and 4."""
     exact, scale = make_features(5, 4, 64, noise=0.2), make_scale(5, 64)
     with torch.no_grad():
         exact[0][2] *= -1

@@ -1,4 +1,4 @@
-"""The scale of a product of M vectors: CLIP's at M=2, of use at M=6, clamped without trapping."""
+"""The scale for a product of M vectors: CLIP's at M=2, usable at M=6, clamped but still trainable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadygrad.errors import ConfigError
 from steadygrad.losses.multiway import MultiwayScale, align_gain, multiway_contrastive, spread_gain
 
 
-def test_at_two_modalities_the_scale_is_clips() -> None:
+def test_with_two_modalities_the_scale_equals_clips() -> None:
     scale = MultiwayScale(2, 512)
     assert scale().item() == pytest.approx(1 / 0.07, rel=1e-6)
     assert align_gain(2, 512) == 1.0
@@ -22,7 +22,7 @@ def test_at_two_modalities_the_scale_is_clips() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 6])
-def test_gains_are_what_random_and_aligned_vectors_need(num: int) -> None:
+def test_gains_fit_random_and_aligned_vectors(num: int) -> None:
     dim = 256
     signs = torch.randn(1, dim, dtype=torch.float64).sign() / math.sqrt(dim)
     aligned = signs.abs().expand(num, dim).prod(0).sum() * align_gain(num, dim)
@@ -32,7 +32,7 @@ def test_gains_are_what_random_and_aligned_vectors_need(num: int) -> None:
     assert products.std().item() == pytest.approx(1.0, abs=0.1)  # of 4000: 1 % of noise, heavier tails at M=6
 
 
-def test_with_clips_scale_six_modalities_learn_nothing_and_with_this_one_they_do() -> None:
+def test_six_modalities_learn_with_this_scale_and_not_with_clips() -> None:
     torch.manual_seed(0)
     common = torch.randn(4, 512)
     features = [F.normalize(common + 0.3 * torch.randn(4, 512), dim=1) for _ in range(6)]
@@ -41,7 +41,7 @@ def test_with_clips_scale_six_modalities_learn_nothing_and_with_this_one_they_do
     assert multiway_contrastive(features, MultiwayScale(6, 512)().detach()).item() < 0.5 * chance
 
 
-def test_a_clamped_scale_still_gets_the_gradient_that_leads_back() -> None:
+def test_a_clamped_scale_still_gets_a_gradient_that_leads_back() -> None:
     scale = MultiwayScale(3, 16, maximum=20.0, initial=20.0)
     with torch.no_grad():
         scale.log_scale += 1.0
@@ -57,7 +57,7 @@ def test_sums_need_no_gain() -> None:
 
 
 @pytest.mark.parametrize("options", [{"initial": 0.0}, {"initial": 5.0, "maximum": 1.0}, {"maximum": math.inf}])
-def test_a_scale_that_cannot_be_is_refused(options: dict[str, float]) -> None:
+def test_an_invalid_scale_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="initial"):
         MultiwayScale(3, 16, **options)
     with pytest.raises(ConfigError, match="dot"):

@@ -1,4 +1,4 @@
-"""Norm, cosine and distance in every precision: what one rounded product is worth, and where it takes three."""
+"""Norm, cosine and distance in every precision: the accuracy of one rounded product, and when three are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steadygrad.losses.multiway.similarity import Similarity
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# (M, B, D): odd sizes, so that every tile has a ragged border, and a depth that no tile divides.
+# (M, B, D): odd sizes, so that every tile has a partial border, and a depth that no tile divides.
 SHAPES = [(2, 11, 7), (3, 5, 17), (5, 3, 9)]
 # Largest error of loss and gradients over the largest entry, against float64. Logits of a few tens times a relative
 # error of 2^-24 (fp32), 2^-22 (fp16x3), 2^-12 (TF32, fp16) and 2^-9 (bf16), with some room.
@@ -27,7 +27,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installe
 
 
 def make_both(features: list[Tensor], scale: float) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
-    """The same features in fp32 and in float64, of those that fp32 has."""
+    """Return the same features in fp32 and float64, both with values that fp32 has."""
     single = [f.detach().float().to(DEVICE).requires_grad_() for f in features]
     exact = [f.detach().double().requires_grad_() for f in single]
     scales = [
@@ -39,9 +39,9 @@ def make_both(features: list[Tensor], scale: float) -> tuple[list[Tensor], Tenso
 def assert_near(
     found: list[Tensor], expected: list[Tensor], features: list[Tensor], scale: float, limit: float
 ) -> None:
-    """As `assert_same`, but for the gradient of the scale, which is a small difference of large sums.
+    """Like `assert_same`, except for the gradient of the scale, which is a small difference of large sums.
 
-    By Euler's theorem scale * dL/dscale is the sum over all vectors of <f, dL/df>: it may be off by `limit` of their
+    By Euler's theorem scale * dL/dscale is the sum over all vectors of <f, dL/df>: its error may be `limit` of their
     sizes.
     """
     sizes = sum(float((f.detach().norm(dim=1) * g.norm(dim=1)).sum()) for f, g in zip(features, expected[2:]))
@@ -62,7 +62,7 @@ def options_for(impl: str, precision: str) -> dict[str, Any]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("impl", ["tiled", pytest.param("triton", marks=needs_triton)])
-def test_every_precision_is_near_the_specification(
+def test_every_precision_is_close_to_the_specification(
     shape: tuple[int, int, int], similarity: str, precision: Precision, negatives: str, impl: str
 ) -> None:
     single, scale, exact, exact_scale = make_both(make_features(*shape), 14.3)
@@ -86,7 +86,7 @@ def test_absent_modalities_are_masked_by_the_kernels(similarity: str, precision:
 
 
 def make_hard_case(name: str) -> list[Tensor]:
-    """Inputs that a rule for the precision must survive: 4 modalities, 4 samples, 256 dimensions."""
+    """Inputs that are hard for a precision rule: 4 modalities, 4 samples, 256 dimensions."""
     source = torch.Generator().manual_seed(0)  # the same for every precision that is compared
     common, *noise = torch.randn(5, 4, 256, dtype=torch.float64, generator=source)
     noise = torch.stack(noise)
@@ -103,7 +103,7 @@ def make_hard_case(name: str) -> list[Tensor]:
 
 
 def measure_error(case: str, similarity: str, precision: str, scale: float, impl: str = "tiled") -> float:
-    """The error of the features' gradients as a share of their norm."""
+    """Return the error of the features' gradients as a share of their norm."""
     single, single_scale, exact, exact_scale = make_both(make_hard_case(case), scale)
     found = evaluate(single, single_scale, similarity=similarity, **options_for(impl, precision))
     expected = evaluate(exact, exact_scale, similarity=similarity, impl="tiled")
@@ -114,7 +114,7 @@ def measure_error(case: str, similarity: str, precision: str, scale: float, impl
 @every_similarity
 @pytest.mark.parametrize("case", ["random", "aligned"])
 @pytest.mark.parametrize("scale", [14.3, 100.0])
-def test_the_default_on_cuda_has_the_error_of_mip_on_ordinary_features(
+def test_the_cuda_default_is_as_accurate_as_mip_on_ordinary_features(
     similarity: Similarity, case: str, scale: float
 ) -> None:
     assert measure_error(case, similarity, DEFAULTS[similarity], scale) < 1e-3
@@ -122,10 +122,10 @@ def test_the_default_on_cuda_has_the_error_of_mip_on_ordinary_features(
 
 @pytest.mark.parametrize("scale", [14.3, 100.0, 1000.0])
 @pytest.mark.parametrize(("similarity", "case"), [("distance", "twins"), ("norm", "cancelling")])
-def test_three_products_are_as_good_as_fp32_where_a_root_is_near_zero(
+def test_three_products_are_as_accurate_as_fp32_near_a_root_of_zero(
     similarity: Similarity, case: str, scale: float
 ) -> None:
-    """A rule that took one product there would be off by far more: the slope of the root is wrong itself."""
+    """With one product the error would be far larger: the slope of the root itself is wrong."""
     assert DEFAULTS[similarity] == "fp16x3"
     error = measure_error(case, similarity, "fp16x3", scale)
     assert error < 4 * measure_error(case, similarity, "fp32", scale) + 1e-5
@@ -135,7 +135,7 @@ def test_three_products_are_as_good_as_fp32_where_a_root_is_near_zero(
 
 @needs_triton
 @pytest.mark.parametrize(("similarity", "case"), [("distance", "twins"), ("norm", "cancelling")])
-def test_the_kernels_are_as_good_there(similarity: Similarity, case: str) -> None:
+def test_the_kernels_are_as_accurate_there(similarity: Similarity, case: str) -> None:
     assert measure_error(case, similarity, "fp16x3", 100.0, impl="triton") < 5e-3
 
 
@@ -143,8 +143,8 @@ def test_the_kernels_are_as_good_there(similarity: Similarity, case: str) -> Non
 @pytest.mark.parametrize("precision", ["fp16", "fp16x3"])
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0, 1e4, 1e8])
-def test_weights_never_leave_the_range_of_fp16(scale: float, similarity: str, precision: str, negatives: str) -> None:
-    """A slope of up to 1e6 comes on top of them: vectors that are zero, and samples that are the same."""
+def test_weights_stay_within_the_range_of_fp16(scale: float, similarity: str, precision: str, negatives: str) -> None:
+    """They are multiplied by a slope of up to 1e6: zero vectors, and identical samples."""
     features = make_features(4, 4, 8, dtype=torch.float32, device=DEVICE)
     with torch.no_grad():
         features[1][2] = 0.0
@@ -157,9 +157,9 @@ def test_weights_never_leave_the_range_of_fp16(scale: float, similarity: str, pr
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's own arithmetic warns of it
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns about its arithmetic
 @pytest.mark.parametrize("curve", ["line", "root", "minus root"])
-def test_a_feature_that_is_no_number_is_not_hidden_by_a_root(curve: str) -> None:
+def test_a_nan_feature_is_not_hidden_by_a_root(curve: str) -> None:
     from steadygrad.losses.multiway.engine import Diagonal, Panel
     from steadygrad.losses.multiway.triton import Tiles, TritonEngine
 
@@ -173,8 +173,8 @@ def test_a_feature_that_is_no_number_is_not_hidden_by_a_root(curve: str) -> None
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16x3", "tf32", "bf16"])
-def test_columns_beside_the_features_lose_nothing(precision: Precision) -> None:
-    """Lengths a thousand times the features: rounded once they would be off by more than the features hold."""
+def test_extra_columns_do_not_reduce_the_features_precision(precision: Precision) -> None:
+    """Lengths a thousand times the features: rounded once, their error would exceed the features."""
     layout = choose_layout(precision, "norm", 5)
     p, q = (torch.cat([torch.zeros(9, 5), 10 * torch.rand(9, 2)], 1) for _ in range(2))
     rounded = layout.round(p, None, first=True).double() @ layout.round(q, None, first=False).double().t()
@@ -183,7 +183,7 @@ def test_columns_beside_the_features_lose_nothing(precision: Precision) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16x3"])
 @pytest.mark.parametrize("first", [True, False])
-def test_the_gradient_of_a_half_is_that_of_its_layout(precision: Precision, first: bool) -> None:
+def test_the_gradient_of_a_half_has_its_layout(precision: Precision, first: bool) -> None:
     layout = Layout(precision, 5, plain=False)
     other, weights = torch.randn(7, 8), torch.randn(4, 7)
     laid = layout.round(other, None, first=not first).float()

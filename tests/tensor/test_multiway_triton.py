@@ -1,4 +1,4 @@
-"""The Triton engine equals the specification: in the interpreter here, on the device where there is one."""
+"""The Triton engine equals the specification: in the interpreter here, or on a device if available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from steadygrad.losses.multiway.triton import Tiles, TritonEngine
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 32, 16, 1, 1)
 POSITIVES = Diagonal(2, 3, 1, 5, 6)
-# (M, B, D): odd sizes, so that every tile has a ragged border.
+# (M, B, D): odd sizes, so that every tile has a partial border.
 SHAPES = [(2, 19, 7), (3, 5, 17), (4, 5, 16), (5, 3, 33), (6, 3, 9), (8, 2, 5)]
 # fp32 against float64; logits of a few tens.
 SINGLE = 3e-5
@@ -48,7 +48,7 @@ def test_triton_equals_the_specification(shape: tuple[int, int, int], negatives:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
-def test_a_lower_precision_rounds_as_tiled_does(precision: str) -> None:
+def test_a_lower_precision_rounds_like_the_tiled_engine(precision: str) -> None:
     single, scale, *_ = make_both(4, 5, 32)
     found = evaluate(single, scale, impl="triton", precision=precision, tiles=SMALL)
     expected = evaluate(single, scale, impl="tiled", precision=precision)
@@ -60,14 +60,14 @@ def test_a_lower_precision_rounds_as_tiled_does(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
-@pytest.mark.parametrize("layout", ["columns first", "beside each other", "every second", "one row for all"])
-def test_features_may_lie_in_memory_as_they_like(layout: str, negatives: str, precision: str) -> None:
-    """As after (W @ x.T).T, or cut from one [B, M, D]; the kernels read rows that lie one after another."""
+@pytest.mark.parametrize("layout", ["columns first", "interleaved", "every second", "one row for all"])
+def test_features_may_have_any_memory_layout(layout: str, negatives: str, precision: str) -> None:
+    """As after (W @ x.T).T, or slices of one [B, M, D]; the kernels read contiguous rows."""
     single, scale, *_ = make_both(4, 5, 16)
     dense = [f.detach().contiguous() for f in single]
     strange = {
         "columns first": lambda: [f.t().contiguous().t() for f in dense],
-        "beside each other": lambda: list(torch.stack(dense, 1).unbind(1)),
+        "interleaved": lambda: list(torch.stack(dense, 1).unbind(1)),
         "every second": lambda: [torch.stack([f, -f], -1)[..., 0] for f in dense],
         "one row for all": lambda: [f[:1].expand(5, 16) for f in dense],
     }[layout]()
@@ -91,7 +91,7 @@ def test_absent_modalities_are_masked(absent: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("gap", [0.0, 30.0, 100.0, 1e4])
-def test_rows_far_below_their_tile_keep_their_sums(gap: float) -> None:
+def test_rows_far_below_the_maximum_of_their_tile_keep_their_sums(gap: float) -> None:
     """One exponential for a whole tile would leave such rows and columns at zero."""
     p, q = torch.randn(21, 16, device=DEVICE), torch.randn(37, 16, device=DEVICE)
     p[:, 0], q[:, 0] = 1.0, 1.0
@@ -105,7 +105,7 @@ def test_rows_far_below_their_tile_keep_their_sums(gap: float) -> None:
 
 
 @pytest.mark.parametrize("gap", [0.0, 30.0, 200.0, 1e30])
-def test_peaks_far_from_each_other_neither_overflow_nor_vanish(gap: float) -> None:
+def test_maxima_far_apart_neither_overflow_nor_vanish(gap: float) -> None:
     p, q = torch.randn(21, 16, device=DEVICE), torch.randn(37, 16, device=DEVICE)
     fast, plain = TritonEngine("fp32", SMALL), TiledEngine("fp64", CURVES["mip"])
     rows, columns = plain.sum_panel(Panel(p.double(), q.double(), POSITIVES))
@@ -123,7 +123,7 @@ def test_peaks_far_from_each_other_neither_overflow_nor_vanish(gap: float) -> No
 
 
 @pytest.mark.parametrize("name", ["triton", "tiled"])
-def test_a_logit_that_rounding_left_above_its_peak_weighs_one(name: str) -> None:
+def test_a_logit_rounded_above_its_maximum_has_weight_one(name: str) -> None:
     """Logits of 2^30 are up to 128 apart in fp32: exp(L - peak) would be e^128 instead of 1."""
     engine = TritonEngine("fp32", SMALL) if name == "triton" else TiledEngine("fp32", CURVES["mip"])
     p, q = torch.full((16, 16), 2.0**26, device=DEVICE), torch.ones(32, 16, device=DEVICE)
@@ -134,11 +134,11 @@ def test_a_logit_that_rounding_left_above_its_peak_weighs_one(name: str) -> None
     torch.testing.assert_close(grad, torch.full_like(grad, 2.0 * 32))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's own arithmetic warns of it
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns about its arithmetic
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_feature_that_is_no_number_is_not_hidden(value: float, negatives: str, precision: str) -> None:
+def test_a_nan_feature_is_not_hidden(value: float, negatives: str, precision: str) -> None:
     single, scale, *_ = make_both(3, 4, 16)
     with torch.no_grad():
         single[1][2, 3] = value
@@ -146,7 +146,7 @@ def test_a_feature_that_is_no_number_is_not_hidden(value: float, negatives: str,
     assert not loss.isfinite()
 
 
-def test_what_it_is_not_written_for_is_refused_by_name() -> None:
+def test_unsupported_arguments_are_refused_by_name() -> None:
     features = make_features(3, 4, 5, dtype=torch.float32, device=DEVICE)
     with pytest.raises(UnsupportedError, match="fp64"):
         multiway_contrastive([f.double() for f in features], 1.0, impl="triton")

@@ -1,4 +1,4 @@
-"""The output of one place is looked at once, and training never notices."""
+"""The output at one position is checked once, and training is not affected."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def train(*, guarded: bool) -> tuple[nn.Module, float]:
     return model, torch.rand(()).item()
 
 
-def test_weights_and_random_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_random_numbers_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
     differentiate = next_token._differentiate
     monkeypatch.setattr(next_token, "_differentiate", lambda *args: looked.append(args) or differentiate(*args))
     (plain, plain_next), (guarded, guarded_next) = train(guarded=False), train(guarded=True)
 
-    assert len(looked) == 2  # two rows of one backward
+    assert len(looked) == 2  # two rows from one backward
     assert plain_next == guarded_next
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), guarded.parameters(), strict=True))

@@ -1,4 +1,4 @@
-"""Activations, advice, GradientStabilizer and gradient noise: what they compute, and what they refuse."""
+"""Activations, advice, GradientStabilizer and gradient noise: their results, and what they refuse."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_an_activation_is_its_formula_with_true_gradients(name: str) -> None:
+def test_an_activation_equals_its_formula_with_true_gradients(name: str) -> None:
     activation = getattr(ImprovedActivations, name)
     x = torch.linspace(-4, 4, 9, dtype=torch.float64).add(0.03).requires_grad_()
     torch.testing.assert_close(activation(x), ACTIVATIONS[name](x))
@@ -67,9 +67,7 @@ def test_activations_take_their_parameters() -> None:
 
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_swish_in_half_precision_takes_gradients_that_a_loss_scaler_has_made_large(
-    beta: float, dtype: torch.dtype
-) -> None:
+def test_swish_in_half_precision_accepts_gradients_enlarged_by_a_loss_scaler(beta: float, dtype: torch.dtype) -> None:
     x = torch.tensor([-200.0, -100.0, -3.0, 0.0, 3.0, 100.0, 200.0], dtype=dtype, requires_grad=True)
     exact = x.detach().double().requires_grad_()
     ImprovedActivations.swish(x, beta).backward(torch.full_like(x, 4096.0))
@@ -81,7 +79,7 @@ def test_swish_in_half_precision_takes_gradients_that_a_loss_scaler_has_made_lar
 
 
 @pytest.mark.parametrize("start", [1.0, 2.0])
-def test_a_beta_of_swish_that_is_a_parameter_is_learnt(start: float) -> None:
+def test_the_beta_of_swish_can_be_learnt(start: float) -> None:
     beta = nn.Parameter(torch.tensor(start, dtype=torch.float64))
     x = torch.randn(5, dtype=torch.float64, requires_grad=True)
     assert gradcheck(ImprovedActivations.swish, [x, beta])
@@ -91,7 +89,7 @@ def test_a_beta_of_swish_that_is_a_parameter_is_learnt(start: float) -> None:
 
 
 @pytest.mark.parametrize("problem", ["vanishing", "exploding", "dead_neurons"])
-def test_advice_names_activations_and_knows_the_layer(problem: str) -> None:
+def test_advice_names_activations_and_the_layer(problem: str) -> None:
     plain = get_activation_function_recommendations("mlp", problem)
     assert any("LU" in line or "tanh" in line for line in plain)
     assert get_activation_function_recommendations("TransformerEncoderLayer", problem)[1:] == plain
@@ -107,7 +105,7 @@ def test_advice_names_activations_and_knows_the_layer(problem: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4)])
-def test_layer_and_batch_norm_are_torchs_over_the_last_dimension(shape: tuple[int, ...]) -> None:
+def test_layer_and_batch_norm_equal_torchs_over_the_last_dimension(shape: tuple[int, ...]) -> None:
     x = 5 + 3 * torch.randn(shape)
     torch.testing.assert_close(GradientStabilizer("layer_norm", 4)(x), F.layer_norm(x, (4,)))
     rows = x.reshape(-1, 4)
@@ -115,7 +113,7 @@ def test_layer_and_batch_norm_are_torchs_over_the_last_dimension(shape: tuple[in
     torch.testing.assert_close(GradientStabilizer("batch_norm", 4)(x).reshape(-1, 4), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_batch_norm_of_one_sample_uses_what_it_has_learnt() -> None:
+def test_batch_norm_of_one_sample_uses_its_running_statistics() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         nn.BatchNorm1d(4)(torch.randn(1, 4))
     stabilizer = GradientStabilizer("batch_norm", 4)
@@ -129,9 +127,9 @@ def test_batch_norm_of_one_sample_uses_what_it_has_learnt() -> None:
     assert all(torch.equal(before[name], value) for name, value in stabilizer.state_dict().items())
 
 
-def test_batch_norm_that_is_converted_for_many_ranks_still_acts_on_the_last_dimension() -> None:
+def test_sync_batch_norm_still_acts_on_the_last_dimension() -> None:
     stabilizer = GradientStabilizer("batch_norm", 4)
-    x = 5 + 3 * torch.randn(6, 4, 4)  # as many channels in front of the last dimension: nothing else would notice
+    x = 5 + 3 * torch.randn(6, 4, 4)  # as many channels in the first dimension: nothing else would reveal it
     stabilizer(x)
     expected = stabilizer.eval()(x)
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(stabilizer)
@@ -140,7 +138,7 @@ def test_batch_norm_that_is_converted_for_many_ranks_still_acts_on_the_last_dime
 
 
 @pytest.mark.parametrize("method", ["layer_norm", "batch_norm", "weight_norm", "spectral_norm"])
-def test_a_restored_stabilizer_gives_what_the_saved_one_gave(method: str) -> None:
+def test_a_restored_stabilizer_gives_the_same_output(method: str) -> None:
     saved, restored = GradientStabilizer(method, 4), GradientStabilizer(method, 4)
     saved(5 + 3 * torch.randn(8, 4)).square().sum().backward()
     with torch.no_grad():
@@ -157,7 +155,7 @@ def test_spectral_norm_bounds_the_largest_singular_value() -> None:
         layer.weight.mul_(50)
     assert torch.linalg.matrix_norm(layer.weight, 2) > 10
     stabilizer = GradientStabilizer("spectral_norm", layer=layer)
-    for _ in range(200):  # power iteration: one step a forward
+    for _ in range(200):  # power iteration: one step per forward
         stabilizer(torch.randn(2, 6))
     assert torch.linalg.matrix_norm(layer.weight, 2).item() == pytest.approx(1.0, rel=1e-4)
 
@@ -176,7 +174,7 @@ def test_weight_norm_separates_length_from_direction() -> None:
 
 
 @pytest.mark.parametrize("method", ["weight_norm", "spectral_norm"])
-def test_without_a_layer_the_weight_norms_start_as_the_identity(method: str) -> None:
+def test_without_a_layer_the_weight_norms_start_as_identity(method: str) -> None:
     x = torch.randn(3, 4)
     stabilizer = GradientStabilizer(method, 4)
     torch.testing.assert_close(stabilizer(x), x)
@@ -200,13 +198,13 @@ def test_without_a_layer_the_weight_norms_start_as_the_identity(method: str) -> 
         ({"method": "batch_norm", "hidden_dim": 4, "momentum": 5.0}, "momentum must lie between 0 and 1"),
     ],
 )
-def test_a_stabilizer_that_cannot_work_is_refused(arguments: dict[str, object], message: str) -> None:
+def test_an_invalid_stabilizer_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GradientStabilizer(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("method", "num_zero"), [("weight_norm", 1), ("weight_norm", 3), ("spectral_norm", 3)])
-def test_a_weight_without_direction_is_refused_because_torch_makes_nan_of_it(method: str, num_zero: int) -> None:
+def test_a_zero_weight_is_refused_because_torch_turns_it_into_nan(method: str, num_zero: int) -> None:
     layer = nn.Linear(4, 3)
     with torch.no_grad():
         layer.weight[:num_zero] = 0
@@ -217,21 +215,21 @@ def test_a_weight_without_direction_is_refused_because_torch_makes_nan_of_it(met
 
 
 @pytest.mark.parametrize("first", ["weight_norm", "spectral_norm"])
-def test_weight_norm_of_a_weight_that_is_normalised_already_is_refused_and_leaves_the_layer_whole(first: str) -> None:
+def test_weight_norm_of_a_normalised_weight_is_refused_and_the_layer_stays_usable(first: str) -> None:
     layer = GradientStabilizer(first, 4).norm
     x = torch.randn(2, 4)
     before = layer.eval()(x)
     with pytest.raises(ConfigError, match="the weight of ParametrizedLinear is computed from other parameters already"):
         GradientStabilizer("weight_norm", layer=layer)
     assert torch.equal(layer(x), before)
-    assert GradientStabilizer("spectral_norm", layer=layer)(x).shape == before.shape  # that one torch can put on top
+    assert GradientStabilizer("spectral_norm", layer=layer)(x).shape == before.shape  # that one torch allows on top
 
 
-def test_a_weight_that_is_no_parameter_is_refused() -> None:
+def test_a_weight_that_is_not_a_parameter_is_refused() -> None:
     layer = nn.Linear(4, 4)
     weight = layer.weight.detach().clone()
     del layer.weight
-    layer.weight = weight  # what the older nn.utils.weight_norm leaves
+    layer.weight = weight  # left by the older nn.utils.weight_norm
     with pytest.raises(ConfigError, match="the weight of Linear is computed from other parameters already"):
         GradientStabilizer("spectral_norm", layer=layer)
 
@@ -245,9 +243,7 @@ def test_a_weight_that_is_no_parameter_is_refused() -> None:
         (1e30, "1 of 3 rows .* too large for a length in torch.float32"),
     ],
 )
-def test_a_weight_that_is_not_finite_or_has_no_finite_length_is_refused(
-    method: str, value: float, message: str
-) -> None:
+def test_a_weight_that_is_nonfinite_or_has_an_infinite_norm_is_refused(method: str, value: float, message: str) -> None:
     layer = nn.Linear(4, 3)
     with torch.no_grad():
         layer.weight[1] = value
@@ -268,7 +264,7 @@ def test_a_weight_too_small_to_normalise_is_refused(method: str) -> None:
         GradientStabilizer(method, layer=layer)
 
 
-def test_a_layer_without_values_yet_is_taken() -> None:
+def test_an_uninitialised_layer_is_accepted() -> None:
     layer = nn.Linear(4, 3, device="meta")
     assert GradientStabilizer("weight_norm", layer=layer)(torch.ones(2, 4, device="meta")).shape == (2, 3)
 
@@ -287,7 +283,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_the_variance_of_the_noise_fades_as_the_paper_says() -> None:
+def test_the_variance_of_the_noise_decays_as_in_the_paper() -> None:
     for step in (0, 1, 99):
         model = make_model()
         std = add_gradient_noise(model, noise_std=0.5, gamma=0.55, step=step)
@@ -298,7 +294,7 @@ def test_the_variance_of_the_noise_fades_as_the_paper_says() -> None:
         assert abs(model.weight.grad.mean().item()) < 5 * std / 141
 
 
-def test_noise_depends_on_seed_and_step_only_and_leaves_other_generators_alone() -> None:
+def test_noise_depends_only_on_seed_and_step_and_leaves_other_generators_alone() -> None:
     models = [make_model() for _ in range(4)]
     state = torch.get_rng_state()
     add_gradient_noise(models[0], 0.1, step=3)
@@ -312,7 +308,7 @@ def test_noise_depends_on_seed_and_step_only_and_leaves_other_generators_alone()
     assert abs(torch.corrcoef(torch.stack([first, later, other])).triu(1)).max() < 0.05
 
 
-def test_a_resumed_noise_goes_on_exactly() -> None:
+def test_resumed_noise_continues_exactly() -> None:
     noise = GradientNoise(0.1, seed=5)
     for _ in range(3):
         noise.add(make_model())
@@ -324,7 +320,7 @@ def test_a_resumed_noise_goes_on_exactly() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(ahead), gradients(behind)))
 
 
-def test_noise_is_added_once_rounded_in_half_precision_and_to_stored_values_of_sparse_gradients() -> None:
+def test_noise_is_added_and_rounded_once_in_half_precision_and_to_stored_sparse_values() -> None:
     half = nn.Linear(50, 50).bfloat16()
     for parameter in half.parameters():
         parameter.grad = torch.full_like(parameter, 1.0)
@@ -342,7 +338,7 @@ def test_noise_is_added_once_rounded_in_half_precision_and_to_stored_values_of_s
     assert dense[1].std().item() == pytest.approx(0.1, rel=0.3)
 
 
-def test_parameters_without_gradient_stay_without_and_zero_noise_is_none() -> None:
+def test_parameters_without_gradient_stay_without_and_zero_noise_changes_nothing() -> None:
     model = nn.Linear(3, 3)
     add_gradient_noise(model, 0.1)
     assert model.weight.grad is None
@@ -352,7 +348,7 @@ def test_parameters_without_gradient_stay_without_and_zero_noise_is_none() -> No
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, -1.0, "0.1", None])
-def test_noise_of_a_size_that_cannot_be_meant_is_refused_before_a_gradient_is_touched(wrong: Any) -> None:
+def test_an_invalid_noise_size_is_refused_before_a_gradient_changes(wrong: Any) -> None:
     model = make_model(1.0)
     with pytest.raises(ConfigError, match=rf"noise_std must be a finite number, at least 0, got {wrong!r}"):
         add_gradient_noise(model, wrong)
@@ -363,7 +359,7 @@ def test_noise_of_a_size_that_cannot_be_meant_is_refused_before_a_gradient_is_to
     assert (gradients(model)[0] == 1.0).all()
 
 
-def test_a_step_or_seed_that_is_none_is_refused() -> None:
+def test_an_invalid_step_or_seed_is_refused() -> None:
     with pytest.raises(ConfigError, match="step must be at least 0, got -1"):
         add_gradient_noise(make_model(), step=-1)
     with pytest.raises(ConfigError, match=r"step must be a whole number, got 1\.5"):
@@ -378,8 +374,8 @@ def test_a_step_or_seed_that_is_none_is_refused() -> None:
     assert noise.state_dict() == {"step": 0, "seed": 3}
 
 
-def test_any_whole_number_is_a_seed_and_different_ones_give_different_noise() -> None:
-    # The CPU's generator looks at 32 bits of a seed only, so those that differ above them are the hard ones.
+def test_any_integer_is_a_seed_and_different_ones_give_different_noise() -> None:
+    # The CPU's generator uses only 32 bits of a seed, so seeds that differ above them are the hard ones.
     seeds = [0, 1, -1, 2**32, 2**32 + 1, 2**45, 2**63, 2**64, 2**64 + 1, -(2**64), 10**40, torch.initial_seed()]
     drawn = []
     for seed in dict.fromkeys(seeds):
@@ -392,11 +388,11 @@ def test_any_whole_number_is_a_seed_and_different_ones_give_different_noise() ->
     assert torch.corrcoef(torch.stack(drawn)).triu(1).abs().max() < 0.05
 
 
-def test_noise_that_fades_fast_is_gone_and_no_overflow() -> None:
+def test_fast_decaying_noise_vanishes_without_overflow() -> None:
     assert add_gradient_noise(make_model(), 0.1, gamma=1e6, step=1) == 0
 
 
-def test_an_element_that_a_sparse_gradient_holds_several_times_gets_noise_once() -> None:
+def test_an_element_repeated_in_a_sparse_gradient_gets_noise_once() -> None:
     table = nn.Embedding(2, 20_000, sparse=True)
     table(torch.tensor([1] * 9 + [0])).sum().backward()
     assert table.weight.grad is not None
@@ -424,7 +420,7 @@ def test_the_stored_values_of_a_compressed_gradient_get_noise(layout: torch.layo
     assert (dense - dense.diagonal().diag() == 0).all()
 
 
-def test_a_layout_without_elements_to_reach_is_refused_by_name_before_a_gradient_is_touched() -> None:
+def test_an_unsupported_layout_is_refused_by_name_before_a_gradient_changes() -> None:
     model = nn.Module()
     model.first = nn.Linear(2, 2)
     model.first.weight.grad = torch.ones(2, 2)
@@ -442,7 +438,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_the_shard_of_a_distributed_gradient_gets_the_noise_of_a_plain_one(mesh: DeviceMesh) -> None:
+def test_the_shard_of_a_distributed_gradient_gets_the_same_noise_as_a_plain_one(mesh: DeviceMesh) -> None:
     plain, sharded = make_model(1.0), make_model(1.0)
     for name, parameter in list(sharded.named_parameters()):
         shards = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
@@ -455,7 +451,7 @@ def test_the_shard_of_a_distributed_gradient_gets_the_noise_of_a_plain_one(mesh:
         assert torch.equal(ours.full_tensor(), expected)
 
 
-def test_a_distributed_gradient_that_is_still_to_be_summed_is_refused(mesh: DeviceMesh) -> None:
+def test_an_unreduced_distributed_gradient_is_refused(mesh: DeviceMesh) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
     model.weight.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
@@ -463,7 +459,7 @@ def test_a_distributed_gradient_that_is_still_to_be_summed_is_refused(mesh: Devi
         add_gradient_noise(model, 0.1)
 
 
-def test_noise_goes_between_backward_and_step_of_a_guard() -> None:
+def test_noise_can_be_added_between_backward_and_step_of_a_guard() -> None:
     def train(noise: GradientNoise | None) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)

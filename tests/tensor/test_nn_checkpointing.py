@@ -1,4 +1,4 @@
-"""add_gradient_checkpointing: the same training, with modules computed twice and none three times."""
+"""add_gradient_checkpointing: the same training, with modules computed twice and never three times."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("spectral", [False, True])
-def test_gradients_buffers_and_random_numbers_are_those_of_the_plain_model(spectral: bool) -> None:
+def test_gradients_buffers_and_random_numbers_equal_those_of_the_plain_model(spectral: bool) -> None:
     plain = Stack(spectral=spectral)
     checkpointed = copy.deepcopy(plain)
     x = torch.randn(5, 6)
@@ -85,7 +85,7 @@ def test_gradients_buffers_and_random_numbers_are_those_of_the_plain_model(spect
 
 
 @pytest.mark.parametrize("spectral", [False, True])
-def test_a_plain_checkpoint_counts_a_batch_twice_and_ours_once(spectral: bool) -> None:
+def test_torchs_checkpoint_counts_a_batch_twice_and_ours_once(spectral: bool) -> None:
     def run(wrap: Callable[[nn.Module], object]) -> dict[str, Tensor]:
         torch.manual_seed(1)
         model = Stack(1, spectral=spectral)
@@ -110,7 +110,7 @@ def test_a_plain_checkpoint_counts_a_batch_twice_and_ours_once(spectral: bool) -
 
 
 class OwnNorm(nn.Module):
-    """A norm with running statistics and no counter: torch's kernel changes them and leaves their version as it was."""
+    """A norm with running statistics and no counter: torch's kernel changes them without changing their version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class OwnNorm(nn.Module):
         return nn.functional.batch_norm(x, self.mean, self.variance, self.scale, training=True)
 
 
-def test_statistics_that_a_kernel_writes_without_telling_are_counted_once() -> None:
+def test_statistics_written_invisibly_by_a_kernel_are_counted_once() -> None:
     plain = nn.Sequential(OwnNorm())
     checkpointed = copy.deepcopy(plain)
     assert add_gradient_checkpointing(checkpointed, ["OwnNorm"]) == ("0",)
@@ -147,7 +147,7 @@ class FirstMean(nn.Module):
 
 
 class MadeMean(nn.Module):
-    """Its buffer does not exist until the first forward makes it."""
+    """Its buffer does not exist until the first forward creates it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MadeMean(nn.Module):
 
 
 class SumOfSeen(nn.Module):
-    """Adds what it sees to a matrix that is given, and takes that off: a buffer that is no vector."""
+    """Adds its input to a given matrix and subtracts the matrix: a buffer that is not a vector."""
 
     def __init__(self, total: Tensor | None = None) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class SumOfSeen(nn.Module):
 
 
 class SharedTotal(nn.Module):
-    """Two modules that write to one buffer: the second reads what the first has written."""
+    """Two modules that write to one buffer: the second reads what the first wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ WITH_BUFFERS = [Block, OwnNorm, SumOfSeen, FirstMean, MadeMean, SharedTotal]
 
 
 @pytest.mark.parametrize("make", WITH_BUFFERS)
-def test_a_kept_graph_goes_backward_again_with_the_same_gradients_and_untouched_buffers(
+def test_a_retained_graph_gives_the_same_gradients_again_and_leaves_buffers_unchanged(
     make: Callable[[], nn.Module],
 ) -> None:
     plain = nn.Sequential(make(), nn.Linear(6, 1))
@@ -202,7 +202,7 @@ def test_a_kept_graph_goes_backward_again_with_the_same_gradients_and_untouched_
     def train(model: nn.Module) -> list[dict[str, Tensor]]:
         torch.manual_seed(0)
         seen = []
-        for _ in range(2):  # the second forward finds the buffers of the first
+        for _ in range(2):  # the second forward sees the buffers of the first
             loss = model(x).square().sum()
             for keep in (True, True, False):
                 model.zero_grad()
@@ -216,7 +216,7 @@ def test_a_kept_graph_goes_backward_again_with_the_same_gradients_and_untouched_
 
 
 @pytest.mark.parametrize("make", WITH_BUFFERS)
-def test_a_gradient_penalty_is_that_of_the_plain_model(make: Callable[[], nn.Module]) -> None:
+def test_a_gradient_penalty_equals_that_of_the_plain_model(make: Callable[[], nn.Module]) -> None:
     plain = nn.Sequential(make(), nn.Linear(6, 1))
     checkpointed = copy.deepcopy(plain)
     add_gradient_checkpointing(checkpointed, ["0"])
@@ -245,7 +245,7 @@ def test_a_buffer_of_inference_mode_does_no_harm() -> None:
 
 
 class Named(nn.Module):
-    """Takes arguments whose names torch's checkpoint has for itself."""
+    """Takes arguments whose names torch's checkpoint uses itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class ByName(nn.Module):
 
 
 @pytest.mark.parametrize("settings", [{}, {"debug": True}, {"function": 2.0}, {"mask": torch.zeros(6)}])
-def test_every_argument_by_name_reaches_the_module(settings: dict[str, object]) -> None:
+def test_every_keyword_argument_reaches_the_module(settings: dict[str, object]) -> None:
     plain = ByName(**settings)
     checkpointed = copy.deepcopy(plain)
     add_gradient_checkpointing(checkpointed, ["inner"])
@@ -276,7 +276,7 @@ def test_every_argument_by_name_reaches_the_module(settings: dict[str, object]) 
     assert_same(backward(checkpointed, x), backward(plain, x))
 
 
-def test_an_input_by_name_that_was_changed_before_backward_is_an_error_as_in_torch() -> None:
+def test_a_keyword_input_changed_before_backward_raises_an_error_as_in_torch() -> None:
     model = ByName()
     add_gradient_checkpointing(model, ["inner"])
     x = torch.randn(5, 6)
@@ -286,7 +286,7 @@ def test_an_input_by_name_that_was_changed_before_backward_is_an_error_as_in_tor
         out.sum().backward()
 
 
-def test_a_list_of_lists_stands_for_the_modules_in_it_and_what_is_never_called_is_no_match() -> None:
+def test_a_list_of_lists_matches_its_modules_and_an_uncalled_module_is_no_match() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Tanh()]), nn.Linear(2, 2)])
     model.layer_scales = nn.ParameterList([torch.ones(2)])
@@ -311,12 +311,12 @@ def test_wrapping_again_wraps_nothing_twice() -> None:
     assert add_gradient_checkpointing(model, ["layers.1"]) == ("layers.1",)
     assert add_gradient_checkpointing(model, ["layers"]) == ("layers.0", "layers.2")
     assert add_gradient_checkpointing(model, ["Block"]) == ()
-    assert add_gradient_checkpointing(model, ["norm"]) == ()  # inside what is wrapped
+    assert add_gradient_checkpointing(model, ["norm"]) == ()  # inside a wrapped module
     backward(model, torch.randn(5, 6))
     assert [len(layer.calls) for layer in model.layers] == [2, 2, 2]
 
 
-def test_a_parent_of_a_wrapped_module_is_left_alone() -> None:
+def test_a_parent_of_a_wrapped_module_is_not_wrapped() -> None:
     model = nn.Sequential(nn.Sequential(Block()))
     assert add_gradient_checkpointing(model, ["Block"]) == ("0.0",)
     assert add_gradient_checkpointing(model, ["0"]) == ()
@@ -331,7 +331,7 @@ def test_autocast_is_kept_in_the_recomputation() -> None:
     assert model.layers[0].calls == [torch.bfloat16, torch.bfloat16]
 
 
-def test_without_gradients_nothing_is_recomputed_and_names_are_as_before() -> None:
+def test_without_gradients_nothing_is_recomputed_and_names_are_unchanged() -> None:
     model = Stack()
     names = list(model.state_dict())
     add_gradient_checkpointing(model, ["Block"])
@@ -341,7 +341,7 @@ def test_without_gradients_nothing_is_recomputed_and_names_are_as_before() -> No
     assert [len(layer.calls) for layer in model.layers] == [1, 1, 1]
 
 
-def test_a_copy_runs_its_own_weights_and_is_checkpointed_too() -> None:
+def test_a_copy_uses_its_own_weights_and_is_checkpointed_too() -> None:
     model = Stack(1).eval()
     add_gradient_checkpointing(model, ["Block"])
     x = torch.randn(5, 6)
@@ -366,7 +366,7 @@ def test_a_pickled_model_still_runs() -> None:
     torch.testing.assert_close(torch.load(file, weights_only=False)(x), model(x))
 
 
-def test_a_forward_that_stands_on_the_instance_is_kept() -> None:
+def test_a_forward_set_on_the_instance_is_kept() -> None:
     model = Stack(1).eval()
     block = model.layers[0]
     inner = block.forward
@@ -380,18 +380,18 @@ def test_a_forward_that_stands_on_the_instance_is_kept() -> None:
 
 
 @pytest.mark.parametrize("names", [["Attention"], [], [""]])
-def test_nothing_that_matches_is_an_error_that_says_what_there_is(names: list[str]) -> None:
+def test_without_a_match_the_error_lists_what_exists(names: list[str]) -> None:
     with pytest.raises(UsageError, match=r"no module inside Stack matches .*\. Its classes are: .*Block.*Linear"):
         add_gradient_checkpointing(Stack(), names)
 
 
 @pytest.mark.parametrize("wrong", [1, nn.Linear(2, 2), None])
-def test_what_is_no_name_is_refused(wrong: Any) -> None:
+def test_an_invalid_name_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError, match=rf"must hold names, got {type(wrong).__name__} .*Give names of modules"):
         add_gradient_checkpointing(Stack(), ["Block", wrong])
 
 
-def test_activations_inside_are_not_kept() -> None:
+def test_inner_activations_are_not_kept() -> None:
     def count_saved(model: nn.Module) -> int:
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
@@ -417,7 +417,7 @@ def test_a_checkpointed_model_compiles(num: int) -> None:
     torch.compiler.reset()
 
 
-def test_a_checkpointed_model_that_is_called_by_name_compiles() -> None:
+def test_a_checkpointed_model_called_by_keyword_compiles() -> None:
     model = ByName(function=2.0, mask=torch.ones(6))
     plain = copy.deepcopy(model)
     add_gradient_checkpointing(model, ["inner"])

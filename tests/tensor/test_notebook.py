@@ -1,4 +1,4 @@
-"""In a notebook: a real kernel runs one, and its outputs are what a reader sees."""
+"""Guard in a notebook that a real kernel runs: its outputs are what a reader sees."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_a_notebook_shows_guard_chart_incident_finding_cause_and_summary(tmp_pat
     manager._kernel_spec = KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     resources = {"metadata": {"path": str(tmp_path)}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the client leaves sockets open until it is collected
+        warnings.simplefilter("ignore")  # the client leaves sockets open until it is garbage collected
         nbclient.NotebookClient(notebook, km=manager, timeout=300, resources=resources).execute()
         del manager
         gc.collect()
     chart, guard, incident, finding, cause, summary, _ = map(read_html, notebook.cells)
     assert chart.count("<svg") == 2
-    assert "ended, 40 steps, 1 skipped" in chart  # brought up to date by the last cell
+    assert "ended, 40 steps, 1 skipped" in chart  # updated by the last cell
     assert "NaN" in chart
     assert "<b>Guard</b>: 40 steps, 1 skipped" in guard
     assert "step 20: nonfinite_loss" in incident
@@ -71,7 +71,7 @@ def test_a_notebook_shows_guard_chart_incident_finding_cause_and_summary(tmp_pat
     assert "incidents  1 in 1 problem" in summary
 
 
-def test_what_a_notebook_shows_is_escaped() -> None:
+def test_notebook_output_is_escaped() -> None:
     model = nn.Linear(2, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     chart = guard.show()
@@ -84,7 +84,7 @@ def test_what_a_notebook_shows_is_escaped() -> None:
     assert isinstance(chart, NotebookChart)
 
 
-def test_a_curve_that_spans_powers_of_ten_is_logarithmic_and_none_is_nothing() -> None:
+def test_a_curve_over_powers_of_ten_is_logarithmic_and_an_empty_one_shows_nothing() -> None:
     assert "loss, logarithmic" in draw_curve("loss", [0, 1, 2], [1000.0, 10.0, 0.1])
     assert "logarithmic" not in draw_curve("loss", [0, 1], [-1.0, 1000.0])
     assert draw_curve("loss", [], []) == ""

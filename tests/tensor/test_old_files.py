@@ -1,4 +1,4 @@
-"""Files of programs of one's own: tensors and plain values are read without running code, the rest is named."""
+"""Files of other programs: tensors and plain values are read without running code, the rest is named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from steadygrad.scan.values import load_values
 
 @dataclasses.dataclass
 class Config:
-    """A program's own settings."""
+    """A program's settings."""
 
     lr: float = 1e-3
     layers: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
@@ -38,7 +38,7 @@ class Mode(enum.Enum):
 
 
 class Scores(dict[str, float]):
-    """A container of one's own."""
+    """A custom container."""
 
 
 class Payload:
@@ -84,7 +84,7 @@ def save_old(path: Path, stranger: Any, *, legacy: bool = False) -> nn.Module:
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["archive", "stream"])
 @pytest.mark.parametrize("what", list(STRANGERS))
-def test_tensors_and_plain_values_come_back_and_the_rest_is_named(tmp_path: Path, what: str, legacy: bool) -> None:
+def test_tensors_and_plain_values_are_read_and_the_rest_is_named(tmp_path: Path, what: str, legacy: bool) -> None:
     model = save_old(tmp_path / "old.pth", STRANGERS[what], legacy=legacy)
     values, left_out = load_values(tmp_path / "old.pth")
     assert all(torch.equal(values["model_state_dict"][name], value) for name, value in model.state_dict().items())
@@ -121,7 +121,7 @@ def test_a_scan_names_what_it_left_out_and_still_finds_a_nan(
     assert any("left out" in note for note in found["notes"])
 
 
-def test_a_trainer_takes_the_model_of_such_a_file_and_says_what_is_missing(
+def test_a_trainer_loads_the_model_of_such_a_file_and_reports_what_is_missing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = save_old(tmp_path / "old.pth", Config())
@@ -135,7 +135,7 @@ def test_a_trainer_takes_the_model_of_such_a_file_and_says_what_is_missing(
     assert "test_old_files.Config" in caplog.text
 
 
-def test_a_resume_from_a_file_begins_a_training_with_its_weights(tmp_path: Path) -> None:
+def test_resuming_from_a_file_starts_a_training_with_its_weights(tmp_path: Path) -> None:
     saved = save_old(tmp_path / "best_model.pth", Config())
     seen: list[Tensor] = []
 
@@ -160,11 +160,11 @@ def test_training_arguments_are_left_out(tmp_path: Path) -> None:
     assert scan_checkpoint(tmp_path / "hf.pt").is_clean
 
 
-# --- what still is refused --------------------------------------------------------------------------------------------
+# --- what is still refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hidden", [False, True], ids=["alone", "beside settings"])
-def test_a_file_that_calls_a_function_is_refused_and_run_only_when_it_is_trusted(tmp_path: Path, hidden: bool) -> None:
+@pytest.mark.parametrize("hidden", [False, True], ids=["alone", "with settings"])
+def test_a_file_that_calls_a_function_is_refused_and_run_only_if_trusted(tmp_path: Path, hidden: bool) -> None:
     mark = tmp_path / "mark"
     content = {"0.weight": torch.ones(1, 1), "x": Payload(mark)}
     torch.save({**content, "config": Config()} if hidden else content, tmp_path / "odd.pt")
@@ -185,7 +185,7 @@ def test_a_file_that_calls_a_function_is_refused_and_run_only_when_it_is_trusted
     assert mark.exists()
 
 
-def test_a_whole_model_is_refused_and_read_when_it_is_trusted(tmp_path: Path) -> None:
+def test_a_whole_model_is_refused_and_read_if_trusted(tmp_path: Path) -> None:
     saved = make_model()
     torch.save(saved, tmp_path / "model.pt")
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -204,7 +204,7 @@ def test_trust_does_not_make_a_damaged_file_readable(tmp_path: Path) -> None:
 # --- folders and formats ----------------------------------------------------------------------------------------------
 
 
-def test_a_scan_of_a_folder_goes_down_into_every_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scan_of_a_folder_is_recursive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     torch.save({"a": torch.ones(2)}, tmp_path / "ok.pt")
     torch.save({"a": torch.ones(2)}, tmp_path / "deep" / "ok.pt")
@@ -216,7 +216,7 @@ def test_a_scan_of_a_folder_goes_down_into_every_folder(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["archive", "stream"])
-def test_clean_writes_safetensors_where_the_name_says_so(tmp_path: Path, legacy: bool) -> None:
+def test_clean_writes_safetensors_if_the_name_says_so(tmp_path: Path, legacy: bool) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     weights = {
         "a": torch.tensor([1.0, torch.nan, torch.inf]),

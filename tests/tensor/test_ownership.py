@@ -1,4 +1,4 @@
-"""A rollback takes back what was handed over, whole or not at all; what the user keeps has moved on."""
+"""A rollback restores what was handed to the guard, completely or not at all; what the user keeps has moved on."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def train(guard: Guard, model: nn.Module, count: int, *, then: Callable[[], Any]
 
 
 def roll_back(guard: Guard) -> str:
-    """A rollback as a policy would ask for it, and what it told; the window that follows it is not left out."""
+    """Roll back as a policy would, and return the outcome; no batches are omitted afterwards."""
     actor = guard._requests.actor
-    outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=guard.num_steps - 1)
+    outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="for the test"), None, step=guard.num_steps - 1)
     assert outcome.action is Action.ROLLBACK
     guard._rollback.follow()
     guard._rollback.window.num_left = 0
@@ -61,7 +61,7 @@ def roll_back(guard: Guard) -> str:
     ],
     ids=["MultiStepLR", "CosineAnnealingLR", "ExponentialLR", "OneCycleLR"],
 )
-def test_rates_of_the_users_own_scheduler_are_where_the_schedule_says(make: Callable[[Any], Any]) -> None:
+def test_rates_of_the_users_scheduler_follow_the_schedule(make: Callable[[Any], Any]) -> None:
     def run(*, broken: bool) -> list[float]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -76,7 +76,7 @@ def test_rates_of_the_users_own_scheduler_are_where_the_schedule_says(make: Call
     assert run(broken=True) == run(broken=False)
 
 
-def test_rates_of_a_scheduler_that_was_handed_over_go_back_with_it() -> None:
+def test_rates_of_a_guarded_scheduler_are_rolled_back_with_it() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = schedules.MultiStepLR(optimizer, [22], gamma=0.01)
@@ -87,7 +87,7 @@ def test_rates_of_a_scheduler_that_was_handed_over_go_back_with_it() -> None:
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (20, 0.1)
 
 
-def test_a_rate_that_the_program_lowers_by_hand_ends_where_it_would_have() -> None:
+def test_a_rate_lowered_manually_by_the_program_ends_where_it_would_have() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = Guard(model, optimizer, config=GuardConfig(clip=None))
@@ -104,7 +104,7 @@ def test_a_rate_that_the_program_lowers_by_hand_ends_where_it_would_have() -> No
 
 
 @pytest.mark.parametrize("generator", ["torch", "own"])
-def test_no_random_batch_comes_twice(generator: str) -> None:
+def test_no_random_batch_is_repeated(generator: str) -> None:
     model = make_model()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.01), config=CONFIG)
     own = torch.Generator().manual_seed(3) if generator == "own" else None
@@ -119,14 +119,14 @@ def test_no_random_batch_comes_twice(generator: str) -> None:
         guard.step(draw, NAN if step == 30 else 1.0)
         if step == 40:
             roll_back(guard)
-    drawn = [x for x, later in zip(seen, [*seen[1:], None]) if x != later]  # a replay draws its step's batch again
+    drawn = [x for x, later in zip(seen, [*seen[1:], None]) if x != later]  # a replay draws the batch of its step again
     assert len(drawn) == len(set(drawn))
 
 
-# --- whole, or told --------------------------------------------------------------------------------------------------
+# --- complete, or reported -------------------------------------------------------------------------------------------
 
 
-def test_a_group_added_since_the_snapshot_is_no_obstacle() -> None:
+def test_a_group_added_since_the_snapshot_is_accepted() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-3)
     guard = Guard(model, optimizer, config=CONFIG)
@@ -144,7 +144,7 @@ def test_a_group_added_since_the_snapshot_is_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [(4, 6), (1, 3), (6, 4)])
-def test_a_weight_that_was_resized_is_left_as_it_is_and_told(then: int, now: int) -> None:
+def test_a_resized_weight_is_kept_and_reported(then: int, now: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, then))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -172,7 +172,7 @@ def test_a_weight_that_was_resized_is_left_as_it_is_and_told(then: int, now: int
         guard.step(fn, torch.randn(16, 8))
 
 
-def test_a_dtype_that_was_changed_since_the_snapshot_takes_the_moments_along() -> None:
+def test_a_changed_dtype_also_applies_to_the_moments() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     guard = Guard(model, optimizer, config=CONFIG)
@@ -185,7 +185,7 @@ def test_a_dtype_that_was_changed_since_the_snapshot_takes_the_moments_along() -
         guard.step(lambda x: model(x).square().mean(), torch.randn(16, 8, dtype=torch.float64))
 
 
-def test_an_extra_that_cannot_take_its_state_back_leaves_nothing_half_restored() -> None:
+def test_an_extra_that_cannot_load_its_state_leaves_nothing_half_restored() -> None:
     class Stubborn:
         def step(self) -> None: ...
 
@@ -210,7 +210,7 @@ def test_an_extra_that_cannot_take_its_state_back_leaves_nothing_half_restored()
 
 
 class Warmup:
-    """A callable that holds a lock, as one that logs does."""
+    """A callable that holds a lock, for logging for example."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -220,7 +220,7 @@ class Warmup:
         return min(1.0, (step + 1) / 10) * self.gain
 
 
-def test_a_scheduler_that_cannot_be_copied_is_reported_at_the_start_and_its_rest_goes_back(tmp_path: Path) -> None:
+def test_an_uncopyable_scheduler_is_reported_at_the_start_and_its_rest_is_rolled_back(tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, Any, Guard]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -248,11 +248,11 @@ def test_a_scheduler_that_cannot_be_copied_is_reported_at_the_start_and_its_rest
 
 
 class Projector:
-    """An object that can be copied, and has no plain form."""
+    """An object that can be copied but has no plain form."""
 
 
 class Curriculum:
-    """Something of the user's, whose state holds such an object, or cannot be told."""
+    """A user's object whose state contains such an object, or cannot be read."""
 
     def __init__(self, *, raises: bool = False) -> None:
         self.state, self.raises = {"level": 3, "projector": Projector()}, raises
@@ -292,14 +292,14 @@ def test_an_extra_without_a_plain_form_is_reported_at_the_start_and_the_rest_is_
     assert any("curriculum" in f.message for f in guard.findings if f.kind == "resumed")
 
 
-def test_without_a_run_directory_nothing_is_said_about_checkpoints() -> None:
+def test_without_a_run_directory_checkpoints_are_not_mentioned() -> None:
     model = make_model()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), extras={"curriculum": Curriculum()})
     assert [f for f in guard.findings if f.kind == "uncopied_state"] == []
 
 
 def test_an_optimizer_whose_state_has_no_plain_form_is_reported_after_its_first_step(tmp_path: Path) -> None:
-    """Its state does not exist before."""
+    """Its state does not exist before that."""
 
     class Projecting(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -339,7 +339,7 @@ def test_a_module_whose_extra_state_has_no_plain_form_is_saved_without_it(tmp_pa
     assert make()[1].resume() == 2
 
 
-def test_a_state_dict_that_raises_does_not_end_the_training() -> None:
+def test_a_failing_state_dict_does_not_end_the_training() -> None:
     class Broken:
         def step(self) -> None: ...
 
@@ -381,7 +381,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("saved", "given", "told"),
+    ("saved", "given", "expected"),
     [
         ((torch.float32, adam), (torch.float64, adam), "weight is float64, the saved one float32"),
         ((torch.float64, adam), (torch.bfloat16, adam), "weight is bfloat16, the saved one float64"),
@@ -397,8 +397,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
         ),
     ],
 )
-def test_another_dtype_or_class_is_refused_and_loaded_as_far_as_it_fits_without_strict(
-    saved: tuple[torch.dtype, Make], given: tuple[torch.dtype, Make], told: str, tmp_path: Path
+def test_another_dtype_or_class_is_refused_and_loaded_as_far_as_possible_without_strict(
+    saved: tuple[torch.dtype, Make], given: tuple[torch.dtype, Make], expected: str, tmp_path: Path
 ) -> None:
     def make(dtype: torch.dtype, optimizer: Make) -> tuple[nn.Module, Guard]:
         torch.manual_seed(0)
@@ -419,7 +419,7 @@ def test_another_dtype_or_class_is_refused_and_loaded_as_far_as_it_fits_without_
 
     model, guard = make(*given)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(MismatchError, match=told):
+    with pytest.raises(MismatchError, match=expected):
         guard.resume()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -429,11 +429,11 @@ def test_another_dtype_or_class_is_refused_and_loaded_as_far_as_it_fits_without_
         step(model, guard)
 
 
-# --- optimizers of one's own -----------------------------------------------------------------------------------------
+# --- custom optimizers -----------------------------------------------------------------------------------------------
 
 
 class Counting(torch.optim.SGD):
-    """State that belongs to no parameter."""
+    """Has state that belongs to no parameter."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         whole = self.state["all"]
@@ -445,7 +445,7 @@ class Counting(torch.optim.SGD):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """The usual wrapper: an inner optimizer with the same groups, slow weights in a dict of its own."""
+    """The usual wrapper: an inner optimizer with the same groups, and slow weights in its own dict."""
 
     def __init__(self, inner: torch.optim.Optimizer, k: int = 5) -> None:
         self.inner, self.k, self.n = inner, k, 0
@@ -479,7 +479,7 @@ every_own = pytest.mark.parametrize("make", OWN.values(), ids=OWN.keys())
 
 
 @every_own
-def test_state_of_ones_own_kind_is_resumed(make: Make, tmp_path: Path) -> None:
+def test_custom_state_is_resumed(make: Make, tmp_path: Path) -> None:
     def run(run_dir: Path, *, cut: bool) -> Tensor:
         def new() -> tuple[nn.Module, Guard]:
             model = make_model()
@@ -502,7 +502,7 @@ def test_state_of_ones_own_kind_is_resumed(make: Make, tmp_path: Path) -> None:
 
 
 @every_own
-def test_state_of_ones_own_kind_is_rolled_back_and_rates_are_not(make: Make) -> None:
+def test_custom_state_is_rolled_back_and_rates_are_not(make: Make) -> None:
     model = make_model()
     optimizer = make(model.parameters())
     guard = Guard(model, optimizer, config=CONFIG)

@@ -1,4 +1,4 @@
-"""The paired test: what it answers, what it leaves behind (nothing), and when it declines to answer."""
+"""The paired test: what it answers, that it leaves no trace, and when it declines to answer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def make_model() -> nn.Module:
 
 
 def make_mortal() -> nn.Module:
-    """Once its first bias is far below zero no unit is ever active again: it loses little by that, and for good."""
+    """Once its first bias is far below zero, no unit is ever active again: a small loss, but permanent."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 
 
 class Loop:
-    """A regression that learns, with a place for whatever happens to it."""
+    """A regression that learns, with a hook for damage."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Loop:
         return F.mse_loss(self.model(x), y)
 
     def harm(self) -> None:
-        """As bad memory does it: no version counter moves. At this rate it would take hundreds of steps to heal."""
+        """Damages like bad memory: no version counter changes. At this rate recovery would take hundreds of steps."""
         self.model[-1].weight.data *= 100  # type: ignore[union-attr, operator, index]
 
     def kill_units(self) -> None:
-        """Worse than before, yet not as bad as the old weights are on new data; and nothing is learnt any more."""
+        """Worse than before, yet not as bad as the old weights on new data; and nothing more is learnt."""
         self.model[0].bias.data -= 1000  # type: ignore[union-attr, operator, index]
 
     def find(self, kind: str) -> list[Finding]:
@@ -89,7 +89,7 @@ def train(
     return loop
 
 
-def test_harmed_weights_are_proven_and_rolled_back_with_the_numbers_in_words() -> None:
+def test_proven_damage_is_rolled_back_and_the_numbers_are_reported() -> None:
     loop = train(Loop())
 
     (incident,) = [i for i in loop.guard.incidents if i.outcome.action is Action.ROLLBACK]
@@ -108,7 +108,7 @@ def test_harmed_weights_are_proven_and_rolled_back_with_the_numbers_in_words() -
     assert loop.guard.last.loss < 2.0
 
 
-def test_a_change_of_the_data_is_reported_and_changes_nothing() -> None:
+def test_a_change_of_the_data_is_reported_and_nothing_is_changed() -> None:
     plain = Loop(enabled=False)
     for number in range(STEPS):
         plain.guard.step(plain.loss, *plain.make_batch(number, targets_moved=number >= HARM))
@@ -123,8 +123,8 @@ def test_a_change_of_the_data_is_reported_and_changes_nothing() -> None:
         assert torch.equal(value, loop.model.state_dict()[name]), name
 
 
-def test_harm_is_found_although_the_data_changed_at_the_same_step() -> None:
-    """Earlier weights lose as much on the new data; trained on it as the run was, they are soon far ahead."""
+def test_damage_is_found_even_if_the_data_changed_at_the_same_step() -> None:
+    """Earlier weights lose as much on the new data; trained on it like the run, they are soon far ahead."""
     loop = Loop(model=make_mortal(), rate=5e-2)
     loop.harm = loop.kill_units  # type: ignore[method-assign]
     train(loop, turn_at=HARM)
@@ -133,10 +133,10 @@ def test_harm_is_found_although_the_data_changed_at_the_same_step() -> None:
     assert incident.finding.evidence["rate_factor"] == 1
     assert "made again from the weights of step" in incident.finding.message
     assert incident.outcome.after["step"] <= HARM
-    assert incident.outcome.after["num_steps_made_again"] == 40  # and they are not lost
+    assert incident.outcome.after["num_steps_made_again"] == 40  # and those are not lost
 
 
-def test_new_data_that_must_be_learnt_is_no_harm_and_the_second_try_leaves_no_trace() -> None:
+def test_new_data_to_learn_is_not_damage_and_the_second_attempt_leaves_no_trace() -> None:
     plain = Loop(enabled=False)
     for number in range(STEPS):
         x, y = plain.make_batch(number)
@@ -151,8 +151,8 @@ def test_new_data_that_must_be_learnt_is_no_harm_and_the_second_try_leaves_no_tr
         assert torch.equal(value, loop.model.state_dict()[name]), name
 
 
-def test_after_a_second_try_earlier_weights_are_still_a_reference() -> None:
-    """The try trains in place and puts back, which moves every version counter: that was not the program."""
+def test_after_a_second_attempt_earlier_weights_are_still_a_reference() -> None:
+    """The attempt trains in place and restores, which changes every version counter: the program did not do that."""
 
     def step(loop: Loop, number: int) -> None:
         if number == 2 * HARM:
@@ -164,8 +164,8 @@ def test_after_a_second_try_earlier_weights_are_still_a_reference() -> None:
     assert [f.evidence["proof"] for f in loop.find("loss_explosion")] == [Answer.UNHARMED, Answer.DAMAGED]
 
 
-def test_harm_by_a_raised_rate_is_found_once_the_rate_is_back() -> None:
-    """While it is raised the schedule stands, and only weights worse than the initial ones would count."""
+def test_damage_by_a_raised_rate_is_found_once_the_rate_is_back() -> None:
+    """While it is raised, the schedule counts as intended, and only weights worse than the initial ones would count."""
 
     def step(loop: Loop, number: int) -> None:
         loop.optimizer.param_groups[0]["lr"] = 1e-1 if HARM <= number < HARM + 30 else 5e-2
@@ -187,13 +187,13 @@ def test_a_steady_run_never_pays_for_a_test(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == []
 
 
-def test_a_rollback_for_another_reason_ends_the_suspicion_of_the_weights_that_it_replaced(
+def test_another_rollback_ends_the_suspicion_of_the_replaced_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = count_comparisons(monkeypatch)
 
     def step(loop: Loop, number: int) -> None:
-        if number == HARM + 4:  # four of the eight batches of the test are held by now
+        if number == HARM + 4:  # four of the eight batches for the test are held by now
             loop.model[0].weight.data[0, 0] = torch.nan  # type: ignore[union-attr, operator, index]
         loop.guard.step(loop.loss, *loop.make_batch(number))
 
@@ -206,7 +206,7 @@ def test_a_rollback_for_another_reason_ends_the_suspicion_of_the_weights_that_it
 
 
 def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the comparisons that are made from now on."""
+    """Record the names of the comparisons made from now on."""
     made: list[str] = []
     for name in ("compare", "compare_batch", "compare_rate", "compare_fresh"):
         method = getattr(Comparison, name)
@@ -220,7 +220,7 @@ def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def take_everything(loop: Loop) -> dict[str, Any]:
-    """All that a test must leave alone."""
+    """Return everything that a test must not change."""
     return {
         "model": copy.deepcopy(loop.model.state_dict()),
         "optimizer": copy.deepcopy(loop.optimizer.state_dict()),
@@ -249,7 +249,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["compare", "compare_batch", "compare_fresh"])
-def test_a_test_leaves_everything_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, tests, method = Loop(), [], getattr(Comparison, name)
     if name == "compare_fresh":
         loop = Loop(model=make_mortal(), rate=5e-2)
@@ -259,7 +259,7 @@ def test_a_test_leaves_everything_as_it_was(name: str, monkeypatch: pytest.Monke
         before = take_everything(loop)
         proof = method(self, *args, **kwargs)
         after = take_everything(loop)
-        if name == "compare_fresh":  # it trains, which no counter of torch's forgets
+        if name == "compare_fresh":  # it trains, which torch's counters always show
             before.pop("versions"), after.pop("versions")
         assert_same(before, after)
         tests.append(proof)
@@ -288,7 +288,7 @@ def test_accumulation_and_autocast_are_tested_too() -> None:
     assert [f.evidence["proof"] for f in loop.find("loss_explosion")] == [Answer.DAMAGED]
 
 
-def test_a_compiled_model_is_tested_without_being_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_is_tested_without_compiling_again(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     loop = Loop(model=torch.compile(make_model(), backend="eager"))  # type: ignore[arg-type]
     loop.harm = lambda: loop.model._orig_mod[-1].weight.data.mul_(100)  # type: ignore[method-assign, union-attr, index, operator]
@@ -305,7 +305,7 @@ def test_a_compiled_model_is_tested_without_being_compiled_again(monkeypatch: py
     assert [f.evidence["proof"] for f in loop.find("loss_explosion")] == [Answer.DAMAGED]
 
 
-# --- where there is no proof -----------------------------------------------------------------------------------------
+# --- without a proof -------------------------------------------------------------------------------------------------
 
 
 def step_by_loss(loop: Loop, number: int) -> None:
@@ -318,11 +318,11 @@ def step_by_own_backward(loop: Loop, number: int) -> None:
     loop.optimizer.zero_grad()
 
 
-def test_without_a_loss_nothing_is_done_about_finite_numbers() -> None:
+def test_without_a_loss_there_is_no_action_on_finite_numbers() -> None:
     assert {i.outcome.action for i in train(Loop(), step_by_own_backward).guard.incidents} <= {Action.NONE}
 
 
-def test_without_the_function_harm_is_reported_with_what_to_do_and_nothing_is_done() -> None:
+def test_without_the_function_damage_is_reported_with_advice_and_nothing_is_done() -> None:
     loop = train(Loop(), step_by_loss)
 
     (finding,) = loop.find("loss_explosion")
@@ -331,7 +331,7 @@ def test_without_the_function_harm_is_reported_with_what_to_do_and_nothing_is_do
     assert {i.outcome.action for i in loop.guard.incidents} <= {Action.NONE}
 
 
-def test_a_function_that_draws_its_own_batches_is_not_run_again_and_loses_none() -> None:
+def test_a_function_that_draws_its_batches_is_not_run_again_and_loses_none() -> None:
     drawn = iter(range(10 * STEPS))
     loop = train(Loop(), lambda loop, number: loop.guard.step(lambda: loop.loss(*loop.make_batch(next(drawn)))))
 
@@ -341,7 +341,7 @@ def test_a_function_that_draws_its_own_batches_is_not_run_again_and_loses_none()
     assert "as an argument" in finding.advice
 
 
-def test_a_function_that_keeps_state_is_left_alone_and_its_state_too() -> None:
+def test_a_function_that_keeps_state_is_not_run_again() -> None:
     queue: list[Tensor] = []
 
     def step(loop: Loop, number: int) -> None:
@@ -374,9 +374,9 @@ def test_a_policy_that_draws_its_own_data_proves_nothing() -> None:
 
 
 def train_by_group_rewards(*, enabled: bool) -> tuple[Guard, nn.Module]:
-    """GRPO: the ratio to its own detached self is 1, so all that the loss shows is the penalty for having learned.
+    """GRPO: the ratio to its own detached value is 1, so the loss only shows the penalty for having learnt.
 
-    A constant stands for other terms: a loss that begins at 0 would not even be suspected.
+    A constant replaces other terms: a loss that starts at 0 would not even be suspected.
     """
     torch.manual_seed(0)
     model = nn.Linear(4, 6)
@@ -413,7 +413,7 @@ def test_a_loss_whose_gradient_is_not_its_slope_proves_nothing() -> None:
 
 
 class Judged(Loop):
-    """The loss has a term of another network, which may be trained elsewhere."""
+    """The loss has a term from another network, which may be trained elsewhere."""
 
     def __init__(self, *, is_trained: bool) -> None:
         super().__init__()
@@ -435,12 +435,12 @@ def test_a_loss_that_depends_on_weights_trained_elsewhere_proves_nothing() -> No
     assert "trained elsewhere" in finding.message
 
 
-def test_a_loss_that_depends_on_a_frozen_network_proves_harm() -> None:
+def test_a_loss_that_depends_on_a_frozen_network_proves_damage() -> None:
     (finding,) = train(Judged(is_trained=False), Judged.step).find("loss_explosion")  # type: ignore[arg-type]
     assert finding.evidence["proof"] == Answer.DAMAGED
 
 
-def test_a_batch_that_was_overwritten_since_proves_nothing() -> None:
+def test_an_overwritten_batch_proves_nothing() -> None:
     x, y = torch.empty(32, 8), torch.empty(32, 1)
 
     def step(loop: Loop, number: int) -> None:
@@ -453,7 +453,7 @@ def test_a_batch_that_was_overwritten_since_proves_nothing() -> None:
     assert "changed in place" in finding.message
 
 
-def test_what_the_program_does_to_the_weights_itself_is_its_will() -> None:
+def test_changes_of_the_weights_by_the_program_are_intended() -> None:
     loop = Loop()
 
     @torch.no_grad()
@@ -467,7 +467,7 @@ def test_what_the_program_does_to_the_weights_itself_is_its_will() -> None:
     assert f"the program changed the weights itself before step {HARM}" in finding.message
 
 
-def test_a_raised_weight_decay_is_the_programs_will() -> None:
+def test_a_raised_weight_decay_is_intended() -> None:
     loop = Loop()
     loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2)
     loop.guard = Guard(loop.model, loop.optimizer, config=GuardConfig(clip=None))
@@ -481,7 +481,7 @@ def test_a_raised_weight_decay_is_the_programs_will() -> None:
     assert {i.outcome.action for i in loop.guard.incidents} <= {Action.NONE}
 
 
-def test_the_budget_ends_the_tests() -> None:
+def test_the_budget_limits_the_tests() -> None:
     config = GuardConfig(clip=None, prove=ProveConfig(first_budget=1, budget_share=1e-6))
     (finding,) = train(Loop(config=config)).find("loss_explosion")
     assert "the budget" in finding.message
@@ -494,7 +494,7 @@ def test_without_snapshots_there_is_nothing_to_compare_with() -> None:
     assert "there are no earlier weights to compare with" in finding.message
 
 
-def test_tests_can_be_switched_off_and_then_nothing_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_tests_disabled_nothing_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_comparisons(monkeypatch)
     loop = train(Loop(config=GuardConfig(clip=None, prove=ProveConfig(enabled=False))))
     assert made == []
@@ -510,7 +510,7 @@ def test_an_eager_policy_acts_at_once_without_a_test(monkeypatch: pytest.MonkeyP
     assert (first.finding.kind, first.outcome.action) == ("loss_explosion", Action.SCALE_LR)
 
 
-def test_an_op_that_is_not_deterministic_proves_nothing() -> None:
+def test_a_nondeterministic_op_proves_nothing() -> None:
     import os
 
     def step(loop: Loop, number: int) -> None:
@@ -535,8 +535,8 @@ def test_a_replay_prints_and_logs_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.count("step\n") == STEPS
 
 
-def test_weights_that_were_gathered_from_shards_and_freed_are_not_read() -> None:
-    """FSDP leaves such a parameter without memory: reading it would end the process."""
+def test_sharded_weights_without_memory_are_not_read() -> None:
+    """FSDP frees the memory of such a parameter: reading it would crash the process."""
     gathered = nn.Parameter(torch.ones(1 << 20))
     gathered.untyped_storage().resize_(0)
     assert not OutsideWeights().have_moved([gathered], own=[])

@@ -1,4 +1,4 @@
-"""A NaN that shows as an error of the next function: traced to its line, and the error is let through."""
+"""A NaN that makes a later function raise is traced to its line, and the error is passed on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def likelihood(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("make_loss", [entropy, likelihood])
-def test_the_line_behind_an_error_of_the_step_is_named(
+def test_the_line_behind_a_failing_step_is_named(
     make_loss: Callable[[nn.Module], Callable[[Tensor], Tensor]],
 ) -> None:
     model, guard = make()
@@ -59,10 +59,10 @@ def test_the_line_behind_an_error_of_the_step_is_named(
     assert incident.cause is not None
     assert incident.cause.op == "aten.log"
     assert [*incident.cause.samples] == [3]
-    assert any(not torch.equal(a, b) for a, b in zip(weights, model.parameters())), "training goes on"
+    assert any(not torch.equal(a, b) for a, b in zip(weights, model.parameters())), "training continues"
 
 
-def test_an_error_that_no_number_explains_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_without_bad_numbers_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     model, guard = make()
 
     def wrong(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_a_program_that_raises_and_catches_its_own_errors_is_not_run_again() -> 
     assert guard.incidents == []
 
 
-def test_nothing_is_replayed_where_diagnosis_is_off() -> None:
+def test_with_diagnosis_off_nothing_is_replayed() -> None:
     model, guard = make(GuardConfig(diagnose=DiagnoseConfig(enabled=False)))
     with pytest.raises(RuntimeError):
         guard.step(entropy(model), make_batch(True))

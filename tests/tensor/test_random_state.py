@@ -10,12 +10,12 @@ import numpy
 from steadygrad.state.random_state import capture_random, restore_random
 
 
-def test_numpy_is_captured_exactly_though_only_when_it_moved() -> None:
+def test_numpys_generator_is_captured_exactly_though_only_when_it_changed() -> None:
     captured = capture_random([])
     moves: list[Callable[[], object]] = [
         lambda: None,
         numpy.random.rand,
-        numpy.random.randn,  # holds a second number back, which the words do not show
+        numpy.random.randn,  # keeps a second number, which is not in the words
         lambda: numpy.random.seed(3),
         lambda: restore_random(captured),
     ]
@@ -27,11 +27,11 @@ def test_numpy_is_captured_exactly_though_only_when_it_moved() -> None:
             assert numpy.array_equal(mine, theirs)
 
 
-def test_a_restored_normal_number_that_numpy_holds_back_is_captured_again() -> None:
+def test_a_kept_normal_number_of_numpy_is_captured_again_after_restoring() -> None:
     numpy.random.seed(0)
-    numpy.random.randn()  # computes two numbers and holds the second back
+    numpy.random.randn()  # computes two numbers and keeps the second
     held = capture_random([])
-    numpy.random.randn()  # hands out the second one: the words stay as they are
+    numpy.random.randn()  # returns the second one: the words do not change
     assert capture_random([])["numpy"][3] == 0
 
     numpy.random.set_state(held["numpy"])
@@ -39,7 +39,7 @@ def test_a_restored_normal_number_that_numpy_holds_back_is_captured_again() -> N
     assert capture_random([])["numpy"][3:] == numpy.random.get_state()[3:] == held["numpy"][3:]
 
 
-def test_pythons_generator_is_captured_exactly_though_only_when_it_moved() -> None:
+def test_pythons_generator_is_captured_exactly_though_only_when_it_changed() -> None:
     captured = capture_random([])
     moves: list[Callable[[], object]] = [
         lambda: None,

@@ -1,4 +1,4 @@
-"""A factor on the learning rate holds under every schedule, is never seen by it, and is undone bit for bit."""
+"""A factor on the learning rate holds under every schedule, is invisible to it, and is undone bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_optimizer(*, tensor: bool = False) -> torch.optim.Optimizer:
 
 
 class Run:
-    """An optimizer under a schedule, whose rates are written down as the optimizer's step sees them."""
+    """An optimizer under a schedule that records the rates that its step sees."""
 
     def __init__(self, make: Make, *, tensor: bool = False) -> None:
         self.optimizer = make_optimizer(tensor=tensor)
@@ -94,7 +94,7 @@ def scaled(trace: list[list[float]], factor: float) -> list[list[float]]:
 
 
 @every_schedule
-def test_the_factor_holds_in_the_step_and_the_schedule_never_sees_it(make: Make) -> None:
+def test_the_factor_applies_in_the_step_and_the_schedule_never_sees_it(make: Make) -> None:
     plain, run = Run(make), Run(make)
     plain.steps(NUM_STEPS)
 
@@ -123,7 +123,7 @@ def test_a_tensor_rate_stays_the_same_tensor(make: Make) -> None:
     tensors = [group["lr"] for group in run.optimizer.param_groups]
 
     run.steps(SCALED_AT)
-    run.rates.scale_lr(0.5)  # a power of two: exact in float32 as well
+    run.rates.scale_lr(0.5)  # a power of two: exact in float32 too
     run.steps(UNDONE_AT - SCALED_AT)
     run.rates.undo()
     run.steps(NUM_STEPS - UNDONE_AT)
@@ -133,7 +133,7 @@ def test_a_tensor_rate_stays_the_same_tensor(make: Make) -> None:
     assert all(group["lr"] is tensor for group, tensor in zip(run.optimizer.param_groups, tensors))
 
 
-def test_a_tensor_that_groups_share_is_scaled_once() -> None:
+def test_a_tensor_shared_by_groups_is_scaled_once() -> None:
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([{"params": [first]}, {"params": [second]}], lr=torch.tensor(0.25), foreach=False)
     assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
@@ -171,8 +171,8 @@ def test_a_resumed_run_has_the_same_rates(make: Make) -> None:
     assert resumed.rates.factor == run.rates.factor == 1.0
 
 
-def test_an_older_state_brings_the_users_own_numbers_back() -> None:
-    """Groups used to hold the scaled rates, and the state the user's own."""
+def test_an_older_state_restores_the_users_numbers() -> None:
+    """In older versions groups held the scaled rates, and the state the user's."""
     optimizer = make_optimizer()
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
@@ -192,7 +192,7 @@ def test_an_older_state_of_other_groups_is_refused() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.999, 0.5])
-def test_a_rate_that_the_program_multiplies_by_hand_is_its_own(decay: float) -> None:
+def test_a_rate_multiplied_by_the_program_belongs_to_it(decay: float) -> None:
     optimizer = make_optimizer()
     rates = Rates([optimizer])
     rates.scale_lr(0.5)
@@ -205,7 +205,7 @@ def test_a_rate_that_the_program_multiplies_by_hand_is_its_own(decay: float) -> 
     assert optimizer.param_groups[0]["lr"] == wanted
 
 
-def test_a_step_that_raises_leaves_the_users_numbers() -> None:
+def test_a_failing_step_keeps_the_users_numbers() -> None:
     optimizer = make_optimizer(tensor=True)
     rates = Rates([optimizer])
     rates.scale_lr(0.1)
@@ -217,18 +217,18 @@ def test_a_step_that_raises_leaves_the_users_numbers() -> None:
 
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
-def test_an_optimizer_that_moves_its_own_rate_goes_on_from_the_unscaled_one(tensor: bool) -> None:
+def test_an_optimizer_that_changes_its_rate_continues_from_the_unscaled_one(tensor: bool) -> None:
     optimizer = make_optimizer(tensor=tensor)
     rates = Rates([optimizer])
     rates.scale_lr(0.5)
     for _ in range(3):
         with rates.held():
             optimizer.param_groups[0]["lr"] *= 0.5
-    # float32 for a tensor, and a division each time
+    # float32 for a tensor, and one division per step
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1 * 0.5**3, rel=1e-6)
 
 
-def test_the_climb_is_linear_and_ends_exactly() -> None:
+def test_the_ramp_is_linear_and_ends_exactly() -> None:
     plain, run = Run(SCHEDULES["CosineAnnealingLR"]), Run(SCHEDULES["CosineAnnealingLR"])
     plain.steps(12)
     run.rates.ramp_back(5)
@@ -244,7 +244,7 @@ def test_the_climb_is_linear_and_ends_exactly() -> None:
     assert run.trace[5:] == plain.trace[5:]
 
 
-def test_a_new_factor_starts_the_climb_anew() -> None:
+def test_a_new_factor_restarts_the_ramp() -> None:
     rates = Rates([make_optimizer()])
     rates.ramp_back(4)
     rates.scale_lr(0.5)
@@ -266,7 +266,7 @@ def test_without_a_ramp_the_factor_stays() -> None:
     assert rates.factor == 0.5
 
 
-def test_the_outcome_tells_each_group_where_they_differ() -> None:
+def test_the_outcome_lists_groups_that_differ() -> None:
     rates = Rates([make_optimizer()])
     outcome = rates.scale_lr(0.5)
     assert outcome.action is Action.SCALE_LR
@@ -277,14 +277,14 @@ def test_the_outcome_tells_each_group_where_they_differ() -> None:
     assert (decay.before, decay.after) == ({"weight_decay": 0.02}, {"weight_decay": 0.02 * 1.5})
 
 
-def test_no_weight_decay_is_told_as_no_change() -> None:
+def test_zero_weight_decay_is_reported_as_unchanged() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     outcome = Rates([optimizer]).scale_weight_decay(1.5)
     assert "nothing was changed" in outcome.message
     assert outcome.before == outcome.after == {"weight_decay": 0}
 
 
-def test_weight_decay_is_held_and_undone_whoever_assigns_it() -> None:
+def test_scaled_weight_decay_survives_assignments_and_is_undone() -> None:
     optimizer = make_optimizer()
     rates = Rates([optimizer])
     rates.scale_weight_decay(1.5)
@@ -307,7 +307,7 @@ def test_a_group_added_later_gets_the_factor() -> None:
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.03, 0.7]
 
 
-def test_a_group_without_a_rate_is_left_alone() -> None:
+def test_a_group_without_a_rate_is_ignored() -> None:
     optimizer = make_optimizer()
     optimizer.param_groups[1]["lr"] = None
     del optimizer.param_groups[1]["weight_decay"]
@@ -320,7 +320,7 @@ def test_a_group_without_a_rate_is_left_alone() -> None:
     assert math.isnan(rates.learning_rates()[1])
 
 
-def test_quiet_rates_touch_nothing() -> None:
+def test_unscaled_rates_are_not_written() -> None:
     optimizer = make_optimizer()
     before = [group["lr"] for group in optimizer.param_groups]
     rates = Rates([optimizer])
@@ -339,6 +339,6 @@ def test_several_optimizers_share_the_factor() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
-def test_a_factor_that_cannot_be_meant_is_refused(factor: float) -> None:
+def test_an_invalid_factor_is_refused(factor: float) -> None:
     with pytest.raises(UsageError, match="finite number above 0"):
         Rates([make_optimizer()]).scale_lr(factor)

@@ -1,4 +1,4 @@
-"""A state too large for snapshots: a rollback goes to the newest good checkpoint, and the user's things stay."""
+"""With a state too large for snapshots, a rollback uses the newest good checkpoint and keeps the user's objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = GuardConfig(
 
 
 class Training:
-    """A small regression whose batches come from the global generator, and whose schedule is the user's own."""
+    """A small regression whose batches come from the global generator, with a scheduler of the user."""
 
     def __init__(self, run_dir: Path | None) -> None:
         torch.manual_seed(0)
@@ -41,10 +41,10 @@ class Training:
         self.guard.flush()
 
 
-def test_weights_that_broke_come_back_from_the_newest_good_checkpoint(tmp_path: Path) -> None:
+def test_broken_weights_are_restored_from_the_newest_good_checkpoint(tmp_path: Path) -> None:
     training = Training(tmp_path / "run")
     training.train(38)
-    training.model[0].weight.data[0, 0] = float("nan")  # what a failing memory chip does: no version moves
+    training.model[0].weight.data[0, 0] = float("nan")  # like a failing memory chip: no version changes
     training.train(6)
     went_back = [i for i in training.guard.incidents if i.outcome.action is Action.ROLLBACK]
     assert [i.outcome.after["step"] for i in went_back] == [30], [i.outcome.message for i in training.guard.incidents]
@@ -53,14 +53,14 @@ def test_weights_that_broke_come_back_from_the_newest_good_checkpoint(tmp_path: 
     training.train(30)
     assert training.guard.last is not None
     assert not training.guard.last.skipped
-    # The user's schedule has moved on and no batch came twice.
+    # The user's schedule has moved on, and no batch was repeated.
     assert training.optimizer.param_groups[0]["lr"] == training.schedule.get_last_lr()[0]
     assert abs(training.optimizer.param_groups[0]["lr"] - 0.01 * 0.99**74) < 1e-12
     assert len(set(training.seen)) == len(training.seen)
     training.guard.close()
 
 
-def test_it_restores_exactly_what_was_saved(tmp_path: Path) -> None:
+def test_the_saved_state_is_restored_exactly(tmp_path: Path) -> None:
     training = Training(tmp_path / "run")
     training.train(30)
     weights = {name: value.clone() for name, value in training.model.state_dict().items()}
@@ -76,7 +76,7 @@ def test_it_restores_exactly_what_was_saved(tmp_path: Path) -> None:
     training.guard.close()
 
 
-def test_it_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_reported_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     training = Training(tmp_path / "run")
     training.train(1)
     said = [record.getMessage() for record in caplog.records if "no snapshots" in record.getMessage()]

@@ -1,4 +1,4 @@
-"""The gradient of one sample is looked at once, and training never notices."""
+"""The gradient of one sample is checked once, and training is not affected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(*, guarded: bool) -> tuple[nn.Module, float]:
     return model, torch.rand(()).item()
 
 
-def test_weights_and_random_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_random_numbers_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
     differentiate = row_gradients._differentiate
     monkeypatch.setattr(
@@ -52,8 +52,8 @@ def test_weights_and_random_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("way", ["hook", "retained", "checkpoint"])
 @pytest.mark.parametrize("handed", ["a function", "a loss", "nothing"])
-def test_a_program_that_would_notice_another_backward_does_not(way: str, handed: str) -> None:
-    """Hooks on tensors fire as often, retained gradients are the same, and nothing is computed again."""
+def test_a_program_that_counts_backward_passes_sees_none_added(way: str, handed: str) -> None:
+    """Hooks on tensors fire as often, retained gradients are equal, and nothing is recomputed."""
 
     def train(*, guarded: bool) -> tuple[list[float], int]:
         torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_a_program_that_would_notice_another_backward_does_not(way: str, handed:
 
 
 class Counting(nn.Module):
-    """Notices every backward through its middle."""
+    """Counts every backward through its middle."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

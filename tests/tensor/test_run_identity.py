@@ -1,4 +1,4 @@
-"""A run directory knows whose run it holds: starts are told apart, kept apart, and found again."""
+"""A run directory knows its run: starts are distinguished, kept apart, and found again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def steps_on_disk(guard: Guard) -> list[int]:
     return [info.step for info in guard.checkpoints.list()]
 
 
-# --- one directory, one start after the other -----------------------------------------------------------------------
+# --- one directory, several starts ----------------------------------------------------------------------------------
 
 
 def test_the_id_of_a_run_is_in_its_record_and_its_checkpoints(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_id_of_a_run_is_in_its_record_and_its_checkpoints(tmp_path: Path) ->
     assert [info.run for info in guard.checkpoints.list()] == [run]
 
 
-def test_a_used_directory_is_not_touched_before_it_is_known_what_the_training_is(tmp_path: Path) -> None:
+def test_a_used_directory_is_unchanged_until_the_training_is_identified(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path)
     train(model, guard, 3)
     guard.save()
@@ -82,7 +82,7 @@ def test_a_used_directory_is_not_touched_before_it_is_known_what_the_training_is
 
 
 @pytest.mark.parametrize("num_steps", [21, 40, 110])
-def test_a_start_without_resume_removes_no_checkpoint_of_the_run_before(tmp_path: Path, num_steps: int) -> None:
+def test_a_start_without_resume_keeps_the_checkpoints_of_the_previous_run(tmp_path: Path, num_steps: int) -> None:
     model, guard = make_guard(tmp_path, every=20)
     train(model, guard, 200)
     guard.close()
@@ -91,12 +91,12 @@ def test_a_start_without_resume_removes_no_checkpoint_of_the_run_before(tmp_path
     train(model, second, num_steps)
     second.close()
     assert set(before) <= set(steps_on_disk(second))
-    told = [finding for finding in second.findings if finding.kind == "new_run"]
-    assert [finding.severity for finding in told] == [Severity.WARNING]
-    assert "guard.resume()" in told[0].advice
+    new_runs = [finding for finding in second.findings if finding.kind == "new_run"]
+    assert [finding.severity for finding in new_runs] == [Severity.WARNING]
+    assert "guard.resume()" in new_runs[0].advice
 
 
-def test_a_resume_goes_on_with_the_newest_run_and_its_record(tmp_path: Path) -> None:
+def test_a_resume_continues_the_newest_run_and_its_record(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path)
     train(model, guard, 30)  # no checkpoint
     guard.close()
@@ -117,8 +117,8 @@ def test_a_resume_goes_on_with_the_newest_run_and_its_record(tmp_path: Path) -> 
     assert read_id(tmp_path / "earlier" / "1") == first
 
 
-def test_a_run_that_was_left_by_mistake_can_be_gone_on_with(tmp_path: Path) -> None:
-    """Started again without resume(), stopped before its first checkpoint, then resumed."""
+def test_a_run_left_by_mistake_can_be_continued(tmp_path: Path) -> None:
+    """Restarted without resume(), stopped before its first checkpoint, then resumed."""
     model, guard = make_guard(tmp_path)
     losses = train(model, guard, 12)
     guard.save()
@@ -137,7 +137,7 @@ def test_a_run_that_was_left_by_mistake_can_be_gone_on_with(tmp_path: Path) -> N
     assert second in [read_id(path) for path in (tmp_path / "earlier").iterdir()]
 
 
-def test_a_resume_before_the_first_checkpoint_begins_the_same_run_again(tmp_path: Path) -> None:
+def test_a_resume_before_the_first_checkpoint_restarts_the_same_run(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path)
     train(model, guard, 7)
     guard.close()
@@ -152,7 +152,7 @@ def test_a_resume_before_the_first_checkpoint_begins_the_same_run_again(tmp_path
     assert "new_run" not in [finding.kind for finding in guard.findings]
 
 
-def test_a_state_that_was_loaded_by_hand_goes_on_with_the_run(tmp_path: Path) -> None:
+def test_a_manually_loaded_state_continues_the_run(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path)
     train(model, guard, 6)
     state = guard.state_dict()
@@ -165,7 +165,7 @@ def test_a_state_that_was_loaded_by_hand_goes_on_with_the_run(tmp_path: Path) ->
     assert [line["step"] for line in read_steps(tmp_path)] == list(range(9))
 
 
-def test_a_resume_from_elsewhere_is_a_new_run_here(tmp_path: Path) -> None:
+def test_a_resume_from_another_directory_is_a_new_run(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path / "a")
     train(model, guard, 4)
     guard.save()
@@ -178,8 +178,8 @@ def test_a_resume_from_elsewhere_is_a_new_run_here(tmp_path: Path) -> None:
     assert read_id(tmp_path / "b") != read_id(tmp_path / "a")
 
 
-def test_a_resume_of_checkpoints_without_an_id_makes_room_among_them(tmp_path: Path) -> None:
-    """Those of a version that signed none: the run that goes on with them has saved them."""
+def test_a_resume_of_checkpoints_without_an_id_replaces_some_of_them(tmp_path: Path) -> None:
+    """They come from a version without ids: the resumed run is the one that saved them."""
     model, guard = make_guard(tmp_path)
     guard.checkpoints.run_id = ""
     train(model, guard, 2)
@@ -212,7 +212,7 @@ def make_pair(run_dir: Path, **settings: Any) -> tuple[list[nn.Module], list[Gua
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["the first made steps first", "the second made steps first"])
-def test_two_guards_have_folders_of_their_own_under_one_run(tmp_path: Path, first: int) -> None:
+def test_two_guards_have_separate_folders_in_one_run(tmp_path: Path, first: int) -> None:
     models, guards = make_pair(tmp_path, every=10)
     order = slice(None) if first == 0 else slice(None, None, -1)
     train_in_turn(models[order], guards[order], 25)
@@ -230,7 +230,7 @@ def test_two_guards_have_folders_of_their_own_under_one_run(tmp_path: Path, firs
         guard.close()
 
 
-def test_guards_that_step_in_turn_are_saved_when_the_round_is_over(tmp_path: Path) -> None:
+def test_guards_that_step_in_turn_are_saved_after_the_round(tmp_path: Path) -> None:
     models, guards = make_pair(tmp_path, every=10, keep_last=9)
     train_in_turn(models, guards, 35)
     for guard in guards:
@@ -242,7 +242,7 @@ def test_guards_that_step_in_turn_are_saved_when_the_round_is_over(tmp_path: Pat
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_kill_between_their_saves_resumes_both_from_the_moment_before(tmp_path: Path, lost: int) -> None:
+def test_a_kill_between_their_saves_resumes_both_from_the_previous_save(tmp_path: Path, lost: int) -> None:
     models, guards = make_pair(tmp_path, every=10)
     train_in_turn(models, guards, 25)
     for guard in guards:
@@ -255,7 +255,7 @@ def test_a_kill_between_their_saves_resumes_both_from_the_moment_before(tmp_path
         guard.close()
 
 
-def test_a_save_of_one_is_a_save_of_both_and_asking_twice_saves_once(tmp_path: Path) -> None:
+def test_saving_one_saves_both_and_saving_twice_saves_once(tmp_path: Path) -> None:
     models, guards = make_pair(tmp_path)
     train_in_turn(models, guards, 3)
     saves = [guard.save() for guard in guards]
@@ -276,8 +276,8 @@ def test_a_report_of_the_directory_shows_both(tmp_path: Path, capsys: pytest.Cap
     assert "guard-2:" in said
 
 
-def test_a_guard_that_a_later_one_resumes_gives_its_place_up(tmp_path: Path) -> None:
-    """A cell of a notebook that is run again, with the old guard still held somewhere."""
+def test_a_guard_resumed_by_a_later_one_gives_up_its_folder(tmp_path: Path) -> None:
+    """A notebook cell that is run again while the old guard still exists."""
     model, old = make_guard(tmp_path)
     train(model, old, 5)
     old.save()
@@ -288,7 +288,7 @@ def test_a_guard_that_a_later_one_resumes_gives_its_place_up(tmp_path: Path) -> 
     assert not (tmp_path / "guard-2").exists()
 
 
-def test_a_guard_that_was_dropped_is_not_counted(tmp_path: Path) -> None:
+def test_a_deleted_guard_is_not_counted(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path)
     train(model, guard, 2)
     guard.me = guard  # type: ignore[attr-defined]  # a circle, which only the collector finds
@@ -322,7 +322,7 @@ def start_holder(run_dir: Path) -> subprocess.Popen[str]:
     return program
 
 
-def test_a_directory_that_another_process_writes_to_is_refused_and_taken_over_when_that_is_killed(
+def test_a_directory_locked_by_another_process_is_refused_and_taken_over_after_its_death(
     tmp_path: Path,
 ) -> None:
     program = start_holder(tmp_path)
@@ -372,7 +372,7 @@ def test_a_lock_of_a_living_process_is_not_taken_over(tmp_path: Path) -> None:
         RunFolder(tmp_path)
 
 
-def test_a_guard_that_nobody_closed_gives_the_lock_back_when_it_is_dropped(tmp_path: Path) -> None:
+def test_an_unclosed_guard_releases_the_lock_when_deleted(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path)
     train(model, guard, 1)
     assert (tmp_path / "run.lock").exists()
@@ -381,7 +381,7 @@ def test_a_guard_that_nobody_closed_gives_the_lock_back_when_it_is_dropped(tmp_p
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_a_dropped_guard_gives_the_lock_back_after_its_record_is_complete(tmp_path: Path) -> None:
+def test_a_deleted_guard_releases_the_lock_after_completing_its_record(tmp_path: Path) -> None:
     is_locked = []
 
     class LastWords:
@@ -406,7 +406,7 @@ def test_a_dropped_guard_gives_the_lock_back_after_its_record_is_complete(tmp_pa
 
 
 @pytest.mark.parametrize("how", ["exit", "step"])
-def test_a_fork_writes_no_line_twice_and_keeps_the_lock(tmp_path: Path, how: str) -> None:
+def test_a_fork_repeats_no_line_and_keeps_the_lock(tmp_path: Path, how: str) -> None:
     code = f"""
 import os, sys, torch
 from torch import nn
@@ -432,7 +432,7 @@ guard.close()
     assert [line["step"] for line in read_steps(tmp_path / "run")] == list(range(90))
 
 
-def test_a_record_that_cannot_be_moved_out_of_the_way_is_left_alone_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_moved_aside_is_kept_and_training_continues(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path)
     train(model, guard, 3)
     guard.close()

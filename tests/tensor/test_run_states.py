@@ -1,4 +1,4 @@
-"""What the record of a real training says about its end: stopped by a signal, halted by the policy, failed, closed."""
+"""How the record of a real training describes its end: stopped by a signal, halted by the policy, failed, closed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for step in range(10**9 if end == "signal" else 30):
 if end == "error":
     raise RuntimeError("no more data")
 """
-"""Never closes its guard: the end of the process does."""
+"""Never closes its guard: the process exits first."""
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ if end == "error":
         ("halt", State.HALTED, "Halted"),
     ],
 )
-def test_how_a_training_ended_is_told_by_its_record(tmp_path: Path, end: str, state: State, word: str) -> None:
+def test_the_record_says_how_a_training_ended(tmp_path: Path, end: str, state: State, word: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), end],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The safe pieces: plain where plain is healthy, finite where it is not, and never a host read."""
+"""The safe functions: equal to the plain ones on healthy inputs, finite otherwise, and never a host read."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Piece:
     high: float
     num_inputs: int = 1
     exact: bool = True
-    """Bit for bit equal to plain; else the same up to the order of a sum."""
+    """Bit for bit equal to plain; otherwise equal up to the order of a sum."""
     autocast_keeps: bool = True
-    """CUDA's autocast runs the plain operation in fp32 and leaves its result there."""
+    """CUDA's autocast runs the plain operation in fp32 and returns fp32."""
 
 
 PIECES: dict[str, Piece] = {
@@ -86,12 +86,12 @@ def assert_finite(function: Callable[..., Tensor], inputs: list[Tensor]) -> None
         assert gradient.isfinite().all(), f"gradient {gradient.tolist()} at {[x.tolist() for x in inputs]}"
 
 
-# --- equal to the plain operation where that is healthy -------------------------------------------------------------
+# --- equal to the plain operation on healthy inputs -----------------------------------------------------------------
 
 
 @every_piece
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_healthy_values_and_gradients_are_those_of_the_plain_operation(name: str, dtype: torch.dtype) -> None:
+def test_healthy_values_and_gradients_equal_the_plain_operation(name: str, dtype: torch.dtype) -> None:
     piece = PIECES[name]
     inputs = make_inputs(piece, dtype)
 
@@ -108,7 +108,7 @@ def test_healthy_values_and_gradients_are_those_of_the_plain_operation(name: str
 
 @every_piece
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_value_is_that_of_float64_within_one_rounding(name: str, dtype: torch.dtype) -> None:
+def test_the_value_equals_float64_within_one_rounding(name: str, dtype: torch.dtype) -> None:
     piece = PIECES[name]
     inputs = make_inputs(piece, dtype)
     value = piece.safe(*inputs)
@@ -129,7 +129,7 @@ def test_gradcheck_on_healthy_inputs(name: str) -> None:
 
 @every_piece
 @pytest.mark.parametrize("dtype", HALF)
-def test_under_autocast_it_comes_back_as_cudas_plain_operation_does(name: str, dtype: torch.dtype) -> None:
+def test_under_autocast_the_dtype_is_that_of_cudas_plain_operation(name: str, dtype: torch.dtype) -> None:
     piece = PIECES[name]
     inputs = make_inputs(piece, dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -144,7 +144,7 @@ def test_on_cuda_the_dtype_is_that_of_the_plain_operation(name: str) -> None:
     for dtype in (torch.float16, torch.float32):
         inputs = [x.detach().cuda() for x in make_inputs(piece, dtype)]
         with torch.autocast("cuda", dtype=torch.float16):
-            if name != "masked_mean":  # a mean is not on autocast's list, a sum is; losses come back in fp32
+            if name != "masked_mean":  # a mean is not on autocast's list, but a sum is; losses return fp32
                 assert piece.safe(*inputs).dtype == piece.plain(*inputs).dtype
 
 
@@ -154,7 +154,7 @@ EDGES = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1.2e-38, 1e-38, -1e-38, 1e-30, 1e-
 
 
 def draw_numbers(dtype: torch.dtype) -> st.SearchStrategy[float]:
-    """Every finite number of the dtype: hypothesis finds the corners, and the usual suspects are always there."""
+    """Every finite number of the dtype: hypothesis finds corner cases, and the usual ones are always included."""
     largest = float(torch.finfo(dtype).max)
     width = 16 if dtype is torch.float16 else 32
     top = largest if width == 16 else 3.3895313892515355e38  # bfloat16's largest, a float32 as well
@@ -173,7 +173,7 @@ def test_value_and_gradient_are_finite_for_every_finite_input(name: str, dtype: 
     assert_finite(piece.safe, inputs)
 
 
-# Where the plain operation fails, so that each protection is seen to be needed.
+# Inputs on which the plain operation fails, to show that each protection is needed.
 BROKEN: dict[str, list[list[float]]] = {
     "sqrt": [[0.0], [-1e-9]],
     "log": [[0.0], [-1.0], [1e-45]],
@@ -185,7 +185,7 @@ BROKEN: dict[str, list[list[float]]] = {
 
 
 @pytest.mark.parametrize(("name", "numbers"), [(n, case) for n, cases in BROKEN.items() for case in cases])
-def test_where_the_plain_operation_breaks_the_safe_one_does_not(name: str, numbers: list[float]) -> None:
+def test_the_safe_operation_is_finite_where_the_plain_one_fails(name: str, numbers: list[float]) -> None:
     piece = PIECES[name]
     inputs = [torch.tensor([x], requires_grad=True) for x in numbers]
 
@@ -214,7 +214,7 @@ def test_empty_and_single_inputs_have_finite_gradients(name: str, shape: tuple[i
 
 
 @every_piece
-def test_nothing_is_read_by_the_host(name: str) -> None:
+def test_the_host_reads_nothing(name: str) -> None:
     piece = PIECES[name]
     with FakeTensorMode():  # a tensor without values: reading one raises
         inputs = [torch.empty(4, 3, requires_grad=True) for _ in range(piece.num_inputs)]
@@ -225,7 +225,7 @@ def test_nothing_is_read_by_the_host(name: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @every_piece
-def test_on_cuda_it_waits_for_nothing(name: str) -> None:
+def test_on_cuda_it_never_waits(name: str) -> None:
     piece = PIECES[name]
     inputs = [x.detach().cuda().requires_grad_() for x in make_inputs(piece, torch.float32)]
     torch.cuda.set_sync_debug_mode("error")
@@ -244,17 +244,17 @@ def test_it_compiles_as_one_graph(name: str) -> None:
     torch.compiler.reset()
 
 
-# --- what each one promises -----------------------------------------------------------------------------------------
+# --- guarantees of single functions ---------------------------------------------------------------------------------
 
 
-def test_a_root_is_zero_with_a_zero_gradient_at_and_below_zero() -> None:
+def test_a_root_and_its_gradient_are_zero_at_and_below_zero() -> None:
     x = torch.tensor([0.0, -0.0, -3.0], requires_grad=True)
     value, (gradient,) = differentiate(safe_sqrt, [x])
     assert value.tolist() == [0.0, 0.0, 0.0]
     assert gradient.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_with_eps_the_root_is_a_line_below_it_and_continuous() -> None:
+def test_below_eps_the_root_is_a_line_and_continuous() -> None:
     x = torch.tensor([1e-6, 5e-7, 1e-12, 1.0], dtype=torch.float64, requires_grad=True)
     value, (gradient,) = differentiate(lambda v: safe_sqrt(v, eps=1e-6), [x])
     torch.testing.assert_close(value, torch.tensor([1e-3, 5e-4, 1e-9, 1.0], dtype=torch.float64))
@@ -305,7 +305,7 @@ def test_a_quotient_keeps_the_sign_of_its_denominator() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_quotient_beyond_the_dtype_is_its_largest_number(dtype: torch.dtype) -> None:
+def test_a_quotient_too_large_for_the_dtype_is_its_largest_number(dtype: torch.dtype) -> None:
     top = torch.finfo(dtype).max
     assert safe_div(torch.tensor([top, -top], dtype=dtype), 1e-3).tolist() == [top, -top]
 
@@ -318,13 +318,13 @@ def test_a_quotient_by_infinity_is_zero_with_zero_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_quotients_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_the_largest_quotients_equal_torchs(dtype: torch.dtype) -> None:
     top = torch.finfo(dtype).max
     x = torch.tensor([top, 0.75 * top, -0.5 * top], dtype=dtype)
     assert torch.equal(safe_div(x, torch.ones(3, dtype=dtype)), x)
 
 
-def test_a_number_on_either_side_of_a_quotient_is_taken() -> None:
+def test_either_side_of_a_quotient_may_be_a_number() -> None:
     x = torch.tensor([2.0, 0.0])
     assert safe_div(1.0, x, eps=1e-3).tolist() == [0.5, pytest.approx(1000.0)]
     assert safe_div(x, 4).tolist() == [0.5, 0.0]
@@ -332,13 +332,13 @@ def test_a_number_on_either_side_of_a_quotient_is_taken() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(math.inf, 1.0), (1.0, -math.inf), (math.inf, -math.inf), (0.0, -0.0)])
-def test_angles_at_infinity_and_zero_are_those_of_torch(numbers: tuple[float, float]) -> None:
+def test_angles_at_infinity_and_zero_equal_torchs(numbers: tuple[float, float]) -> None:
     y, x = (torch.tensor([v], requires_grad=True) for v in numbers)
     assert torch.equal(safe_atan2(y, x), torch.atan2(y, x))
     assert_finite(safe_atan2, [y, x])
 
 
-def test_the_angle_of_tiny_coordinates_has_the_true_gradient_where_torch_says_zero() -> None:
+def test_the_angle_of_tiny_coordinates_has_the_true_gradient_where_torchs_is_zero() -> None:
     y, x = (torch.tensor([v], requires_grad=True) for v in (3e-30, 4e-30))
     _, (plain, _) = differentiate(torch.atan2, [y, x])
     _, gradients = differentiate(safe_atan2, [y, x])
@@ -347,29 +347,29 @@ def test_the_angle_of_tiny_coordinates_has_the_true_gradient_where_torch_says_ze
 
 
 @pytest.mark.parametrize("size", [1.2e-38, 1e-30, 1e-12, 1.0, 1e19, 3e38])
-def test_a_norm_has_no_range_but_that_of_its_result(size: float) -> None:
+def test_a_norm_is_limited_only_by_the_range_of_its_result(size: float) -> None:
     x = torch.tensor([size, 0.5 * size, 0.0])
     expected = torch.linalg.vector_norm(x.double())
-    # The half of the smallest one is subnormal and has a digit less.
+    # Half of the smallest one is subnormal and has one digit less.
     torch.testing.assert_close(safe_norm(x).double(), expected, rtol=3e-7, atol=2e-45)
-    if size > 1e-11:  # F.normalize's eps
+    if size > 1e-11:  # eps of F.normalize
         torch.testing.assert_close(safe_normalize(x).double(), x.double() / expected, rtol=3e-7, atol=0)
 
 
-def test_without_dimensions_all_of_it_is_taken_as_torch_does() -> None:
+def test_without_dimensions_the_whole_tensor_is_used_as_in_torch() -> None:
     x = torch.randn(3, 4)
     torch.testing.assert_close(safe_norm(x), torch.linalg.vector_norm(x))
     torch.testing.assert_close(safe_std(x), x.std())
 
 
-def test_a_norm_of_fp16_does_not_overflow_on_the_way() -> None:
+def test_a_norm_of_fp16_does_not_overflow_internally() -> None:
     x = torch.full((16,), 1000.0, dtype=torch.float16)
     assert safe_norm(x).item() == 4000.0
     assert safe_norm(torch.full((10_000,), 1000.0, dtype=torch.float16)).item() == 65504.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_zero_vector_has_unit_vector_and_gradient_zero(dtype: torch.dtype) -> None:
+def test_the_unit_vector_of_zero_and_its_gradient_are_zero(dtype: torch.dtype) -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=dtype, requires_grad=True)
     value, (gradient,) = differentiate(lambda v: safe_normalize(v) * torch.tensor([1.0, 0.0], dtype=dtype), [x])
     assert value[0].tolist() == [0.0, 0.0]
@@ -378,7 +378,7 @@ def test_a_zero_vector_has_unit_vector_and_gradient_zero(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dim", [0, -1, (0, 2), None])
-def test_norms_and_deviations_take_the_dimensions_that_torch_takes(dim: int | tuple[int, ...] | None) -> None:
+def test_norms_and_deviations_accept_the_dimensions_that_torch_accepts(dim: int | tuple[int, ...] | None) -> None:
     x = torch.randn(3, 4, 5)
     for keepdim in (False, True):
         torch.testing.assert_close(
@@ -390,7 +390,7 @@ def test_norms_and_deviations_take_the_dimensions_that_torch_takes(dim: int | tu
 
 
 @pytest.mark.parametrize("values", [[7.0], [], [2.5, 2.5, 2.5], [1e38, -1e38], [1e-40, 0.0]])
-def test_a_deviation_of_one_none_equal_or_extreme_samples_is_finite(values: list[float]) -> None:
+def test_a_deviation_of_one_no_equal_or_extreme_samples_is_finite(values: list[float]) -> None:
     assert_finite(safe_std, [torch.tensor(values, requires_grad=True)])
     if len(set(values)) < 2:
         assert safe_std(torch.tensor(values)).item() == 0.0
@@ -398,7 +398,7 @@ def test_a_deviation_of_one_none_equal_or_extreme_samples_is_finite(values: list
 
 @pytest.mark.parametrize("function", [safe_softmax, safe_log_softmax])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_fully_masked_row_is_zeros_with_zero_gradients(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+def test_a_fully_masked_row_and_its_gradients_are_zero(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
     x = torch.tensor([[1.0, 2.0, math.nan], [0.5, 1.5, 2.5]], dtype=dtype, requires_grad=True)
     mask = torch.tensor([[False, False, False], [True, True, False]])
 
@@ -429,7 +429,7 @@ def test_entropy_of_a_masked_distribution_is_finite() -> None:
 
 
 @pytest.mark.parametrize("dim", [None, 0, (0, 1)])
-def test_a_masked_mean_is_that_of_what_is_left(dim: int | tuple[int, ...] | None) -> None:
+def test_a_masked_mean_is_the_mean_of_the_rest(dim: int | tuple[int, ...] | None) -> None:
     x = torch.randn(4, 3, dtype=torch.float64)
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 0]])
     kept = torch.where(mask.bool(), x, math.nan)
@@ -443,7 +443,7 @@ def test_a_mask_may_be_broadcast() -> None:
     assert masked_mean(x, torch.tensor([True, False, False]), 1).tolist() == [0.0, 3.0]
 
 
-def test_the_mean_of_nothing_is_a_zero_connected_to_the_graph() -> None:
+def test_the_mean_of_no_elements_is_a_zero_connected_to_the_graph() -> None:
     x = torch.full((3,), math.nan, requires_grad=True)
     mean = masked_mean(x, torch.zeros(3))
     mean.backward()

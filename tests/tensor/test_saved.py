@@ -1,4 +1,4 @@
-"""Looking at a graph computes nothing again: what a checkpoint has packed stays packed."""
+"""Inspecting a graph recomputes nothing: values packed by a checkpoint stay packed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadygrad.measure.saved import read_saved
 
 
 class Block(nn.Module):
-    """Attention written out, with all that the looks at a graph read: a mask, divisors, norms."""
+    """Explicit attention, with everything that graph checks read: a mask, divisors, norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ def train(*, guarded: bool) -> tuple[list[int], dict[str, Tensor]]:
     return [block.num_calls for block in model.blocks], model.state_dict()  # type: ignore[misc]
 
 
-def test_a_checkpoint_is_computed_again_by_backward_alone() -> None:
+def test_only_backward_recomputes_a_checkpoint() -> None:
     (plain_calls, plain), (guarded_calls, guarded) = train(guarded=False), train(guarded=True)
     assert guarded_calls == plain_calls
     assert all(torch.equal(plain[name], value) for name, value in guarded.items()), "BatchNorm counts each forward"
 
 
-def test_what_no_hook_has_packed_is_read() -> None:
+def test_values_packed_by_no_hook_are_read() -> None:
     x, other = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
     assert read_saved((x / other).grad_fn, "other") is other
     assert read_saved((x + other).grad_fn, "other") is None

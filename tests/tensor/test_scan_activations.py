@@ -1,4 +1,4 @@
-"""ActivationWatch against plain torch: dead, saturated, constant; and a training that does not notice it."""
+"""ActivationWatch compared with plain torch: dead, saturated, constant; and training is not affected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def watch(model: nn.Module, *args: Any) -> ActivationScan:
 
 
 @every_device
-def test_units_that_are_zero_for_the_whole_batch_are_dead(device: str) -> None:
+def test_units_that_are_zero_in_the_whole_batch_are_dead(device: str) -> None:
     model = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 2)).to(device)
     with torch.no_grad():
         model[0].bias[:7] = -100.0
@@ -39,7 +39,7 @@ def test_units_that_are_zero_for_the_whole_batch_are_dead(device: str) -> None:
     assert scan.modules["1"].saturated_share is None
 
 
-def test_units_are_channels_behind_a_convolution_and_features_behind_a_linear_layer() -> None:
+def test_units_are_channels_after_a_convolution_and_features_after_a_linear_layer() -> None:
     images = nn.Sequential(nn.Conv1d(1, 4, 1), nn.ReLU())
     tokens = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_units_are_channels_behind_a_convolution_and_features_behind_a_linear_la
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_elements_near_a_bound_are_saturated(module: nn.Module, is_near: Any, device: str) -> None:
+def test_elements_near_a_limit_are_saturated(module: nn.Module, is_near: Any, device: str) -> None:
     x = torch.randn(16, 12, device=device) * 5
 
     stats = watch(nn.Sequential(module), x).modules["0"]
@@ -71,11 +71,11 @@ def test_elements_near_a_bound_are_saturated(module: nn.Module, is_near: Any, de
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (4,)])
-def test_one_sample_says_nothing_about_units(shape: tuple[int, ...]) -> None:
+def test_a_single_sample_gives_no_result_for_units(shape: tuple[int, ...]) -> None:
     assert watch(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(shape)).modules["1"].dead_share is None
 
 
-def test_a_nan_is_no_dead_unit() -> None:
+def test_a_nan_is_not_a_dead_unit() -> None:
     x = torch.zeros(4, 3)
     x[0, 0] = math.nan
 
@@ -83,7 +83,7 @@ def test_a_nan_is_no_dead_unit() -> None:
 
 
 @every_device
-def test_spread_and_size_of_the_output_are_those_of_plain_torch(device: str) -> None:
+def test_spread_and_size_of_the_output_equal_plain_torch(device: str) -> None:
     model, x = make_model(device), torch.randn(8, 6, device=device)
     y = model(x).detach().double()
 
@@ -110,7 +110,7 @@ class Returns(nn.Module):
         return self.make(x)
 
 
-def test_the_output_is_found_in_what_models_return() -> None:
+def test_the_output_is_found_in_the_results_of_models() -> None:
     x = torch.randn(6, 4)
     expected = watch(Returns(lambda x: x), x).output_std
 
@@ -122,7 +122,7 @@ def test_the_output_is_found_in_what_models_return() -> None:
         assert watch(Returns(nothing), x).output_std is None
 
 
-def test_a_large_output_is_thinned_out_and_not_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_output_is_subsampled_with_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadygrad.measure.activations.PIECE", 1 << 10)
     scan = watch(Returns(lambda x: x), torch.randn(16, 20, 300))
 
@@ -142,7 +142,7 @@ def test_the_last_call_of_a_module_counts() -> None:
     assert watch(Twice(), torch.randn(8, 5)).modules["act"].dead_share == 1.0
 
 
-def test_a_pending_look_survives_the_next_one() -> None:
+def test_a_pending_check_survives_the_next_one() -> None:
     model = make_model()
     seen = ActivationWatch(model)
     with seen:
@@ -155,7 +155,7 @@ def test_a_pending_look_survives_the_next_one() -> None:
     assert first.read(0) == expected != seen.read(0)
 
 
-def test_eval_mode_and_compiled_models_show_nothing() -> None:
+def test_eval_mode_and_compiled_models_give_no_result() -> None:
     model = make_model()
     assert watch(model.eval(), torch.randn(8, 6)).modules == {}
 
@@ -169,7 +169,7 @@ def test_eval_mode_and_compiled_models_show_nothing() -> None:
     assert scan.output_std is None
 
 
-def test_hooks_are_gone_afterwards_even_after_an_error() -> None:
+def test_hooks_are_removed_even_after_an_error() -> None:
     model = make_model()
     with pytest.raises(RuntimeError), ActivationWatch(model):
         model(torch.randn(8, 5))
@@ -177,7 +177,7 @@ def test_hooks_are_gone_afterwards_even_after_an_error() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_a_failing_look_is_not_the_training_s_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_check_does_not_affect_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Tensor:
         raise RuntimeError("no memory")
 

@@ -1,4 +1,4 @@
-"""The command `scan`: exit codes, what it says, what JSON holds, and that names of a file cannot steer the terminal."""
+"""The command `scan`: exit codes, text, JSON, and that names in a file cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refused_file(tmp_path: Path) -> Path:
     return tmp_path / "refused.pt"
 
 
-def test_exit_codes_say_clean_found_and_could_not(clean_file: Path, bad_file: Path, refused_file: Path) -> None:
+def test_exit_codes_mean_clean_found_and_failed(clean_file: Path, bad_file: Path, refused_file: Path) -> None:
     assert main(["scan", str(clean_file)]) == 0
     assert main(["scan", str(bad_file)]) == 1
     assert main(["scan", str(clean_file), str(bad_file)]) == 1
@@ -44,7 +44,7 @@ def test_exit_codes_say_clean_found_and_could_not(clean_file: Path, bad_file: Pa
     assert main(["scan"]) == 2
 
 
-def test_it_says_which_tensor_and_what_to_do(bad_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_names_the_tensor_and_what_to_do(bad_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["scan", str(bad_file)])
     said = capsys.readouterr().out
     assert "NaN or Inf in 3 elements of 1 of 3 tensors" in said
@@ -56,25 +56,25 @@ def test_it_says_which_tensor_and_what_to_do(bad_file: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("command", [["scan"], ["scan", "--diff"], ["clean"]])
-def test_what_is_no_checkpoint_and_what_is_damaged_are_told_with_what_to_do(
+def test_files_that_are_damaged_or_no_checkpoint_are_reported_with_advice(
     command: list[str], bad_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, cut = tmp_path / "notes.txt", tmp_path / "cut.safetensors"
     text.write_text("hello")
     save_file({"a": torch.ones(3)}, cut)
     cut.write_bytes(cut.read_bytes()[:-4])
-    for path, told in (
+    for path, expected in (
         (text, "is not a checkpoint: it begins with b'hello'"),
         (cut, "copy it again, or use an older one"),
     ):
         more = {"scan": [], "scan --diff": [str(bad_file)], "clean": [str(tmp_path / "target.pt")]}[" ".join(command)]
         assert main([*command, str(path), *more]) == 2
         said = capsys.readouterr().err
-        assert told in said
+        assert expected in said
         assert "resume()" not in said  # there may be no run to resume
 
 
-def test_what_is_refused_goes_to_stderr_and_the_rest_is_scanned(
+def test_refused_files_are_reported_on_stderr_and_the_rest_is_scanned(
     bad_file: Path, refused_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scan", str(refused_file), str(bad_file)]) == 2
@@ -84,12 +84,12 @@ def test_what_is_refused_goes_to_stderr_and_the_rest_is_scanned(
     assert not (refused_file.parent / "mark").exists()
 
 
-def test_json_is_one_strict_object(bad_file: Path, refused_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_is_one_strict_object(bad_file: Path, refused_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"lr": NAN}, bad_file.with_name("number.pt"))
     code = main(["scan", "--json", str(bad_file), str(refused_file), str(bad_file.with_name("number.pt"))])
 
     def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is no JSON")
+        raise AssertionError(f"{text} is not JSON")
 
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert code == 2
@@ -102,7 +102,7 @@ def test_json_is_one_strict_object(bad_file: Path, refused_file: Path, capsys: p
     assert "posix.mkdir" in found["refused"][0]["reason"]
 
 
-def test_diff_is_equal_or_tells(clean_file: Path, bad_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_equality_or_changes(clean_file: Path, bad_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scan", "--diff", str(bad_file), str(bad_file)]) == 0
     assert "3 equal, 0 changed" in capsys.readouterr().out
     assert main(["scan", "--diff", str(clean_file), str(bad_file)]) == 1
@@ -118,7 +118,7 @@ def test_diff_is_equal_or_tells(clean_file: Path, bad_file: Path, capsys: pytest
     assert (found["equal"], found["removed"], found["num_equal"]) == (False, ["w"], 0)
 
 
-def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"\x1b[2Jw\n": torch.tensor([NAN])}, tmp_path / "x.safetensors")
     main(["scan", str(tmp_path / "x.safetensors")])
     said = capsys.readouterr().out

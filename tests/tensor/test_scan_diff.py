@@ -1,4 +1,4 @@
-"""Diff: what changed between two checkpoints, in numbers that a plain float64 comparison gives too."""
+"""Diff: the changes between two checkpoints, with the numbers of a plain float64 comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_same_weights_in_any_two_formats_are_equal(first: str, second: str, 
     assert diff.num_equal == 3
 
 
-def test_every_kind_of_change_is_told(tmp_path: Path) -> None:
+def test_every_kind_of_change_is_reported(tmp_path: Path) -> None:
     old = {"same": torch.randn(9), "gone": torch.ones(2), "moved": torch.randn(50, 60), "reshaped": torch.ones(4)}
     new = {
         "same": old["same"].clone(),
@@ -50,7 +50,7 @@ def test_every_kind_of_change_is_told(tmp_path: Path) -> None:
     assert reshaped.shapes == ((4,), (2, 2))
 
 
-def test_nan_where_nan_was_is_no_change(tmp_path: Path) -> None:
+def test_a_nan_in_both_files_is_not_a_change(tmp_path: Path) -> None:
     torch.save({"x": torch.tensor([NAN, INF, 1.0])}, tmp_path / "a.pt")
     torch.save({"x": torch.tensor([NAN, INF, 2.0])}, tmp_path / "b.pt")
     (one,) = diff_checkpoints(tmp_path / "a.pt", tmp_path / "b.pt").changed
@@ -66,21 +66,21 @@ def test_another_dtype_is_a_change_with_its_rounding(tmp_path: Path) -> None:
     assert 0 < one.relative_change < 2**-8  # bfloat16 has 8 bits
 
 
-def test_another_layout_is_none(tmp_path: Path) -> None:
+def test_another_layout_is_not_a_change(tmp_path: Path) -> None:
     tensor = torch.randn(700, 900)
     torch.save({"x": tensor}, tmp_path / "a.pt")
     torch.save({"x": tensor.t().contiguous().t()}, tmp_path / "b.pt")
     assert diff_checkpoints(tmp_path / "a.pt", tmp_path / "b.pt").is_empty
 
 
-def test_from_zero_the_relative_change_has_no_bound(tmp_path: Path) -> None:
+def test_the_relative_change_from_zero_is_unbounded(tmp_path: Path) -> None:
     torch.save({"x": torch.zeros(3)}, tmp_path / "a.pt")
     torch.save({"x": torch.ones(3)}, tmp_path / "b.pt")
     (one,) = diff_checkpoints(tmp_path / "a.pt", tmp_path / "b.pt").changed
     assert one.relative_change == math.inf
 
 
-def test_a_change_behind_the_first_chunk_is_seen(tmp_path: Path) -> None:
+def test_a_change_after_the_first_chunk_is_found(tmp_path: Path) -> None:
     tensor = torch.zeros(CHUNK_BYTES)
     torch.save({"x": tensor}, tmp_path / "a.pt")
     tensor[-1] = 1.0

@@ -1,4 +1,4 @@
-"""Scan: every format gives the numbers that torch gives, layouts and dtypes included, and tells tied weights."""
+"""Scan: every format, layout and dtype gives torch's numbers, and tied weights are reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_agrees(found: TensorScan, tensor: Tensor) -> None:
     assert found.num_zeros == int((values == 0).sum())
     if finite.numel():
         assert (found.min, found.max) == (float(finite.min()), float(finite.max()))
-        # squares are summed in the tensor's own precision within a chunk, at least float32's
+        # squares are summed in the tensor's precision within a chunk, at least in float32
         assert found.norm == pytest.approx(float(finite.norm()), rel=1e-5)
     else:
         assert (found.min, found.max, found.norm) == (None, None, None)
@@ -75,7 +75,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_looked_into(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_dtype_is_scanned(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.randn(333) * 3
     values[5] = 0
     if dtype.is_floating_point:
@@ -113,7 +113,7 @@ def make_layouts() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["archive", "stream"])
-def test_every_layout_is_looked_into(new: bool, tmp_path: Path) -> None:
+def test_every_layout_is_scanned(new: bool, tmp_path: Path) -> None:
     layouts = make_layouts()
     torch.save({"nested": [layouts]}, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
 
@@ -125,7 +125,7 @@ def test_every_layout_is_looked_into(new: bool, tmp_path: Path) -> None:
     assert found["nested.0.gap holds the NaN"].num_nan == 0
 
 
-def test_a_tensor_of_many_chunks_is_seen_to_its_ends(tmp_path: Path) -> None:
+def test_a_tensor_of_many_chunks_is_scanned_completely(tmp_path: Path) -> None:
     tensor = torch.randn(3 * CHUNK_BYTES // 4 + 17)
     tensor[-1], tensor[CHUNK_BYTES // 4], tensor[0] = NAN, INF, 0.0
     wide = torch.randn(2, 3 * CHUNK_BYTES // 4)[:, ::2]
@@ -138,7 +138,7 @@ def test_a_tensor_of_many_chunks_is_seen_to_its_ends(tmp_path: Path) -> None:
     assert_agrees(found["wide"], wide)
 
 
-def test_an_expanded_tensor_is_looked_at_once(tmp_path: Path) -> None:
+def test_an_expanded_tensor_is_scanned_once(tmp_path: Path) -> None:
     row = torch.tensor([NAN, INF, 1.0])
     torch.save({"x": row[:1].expand(10**12), "gap": row[::2].expand(10**12, 2)}, tmp_path / "x.pt")
     found = scan_by_name(tmp_path / "x.pt")
@@ -147,7 +147,7 @@ def test_an_expanded_tensor_is_looked_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_sparse_and_quantized_tensors_are_looked_at_by_their_parts(tmp_path: Path) -> None:
+def test_sparse_and_quantized_tensors_are_scanned_by_component(tmp_path: Path) -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, NAN]), (3,), check_invariants=True)
     quantized = torch.quantize_per_tensor(torch.randn(10), 0.1, 0, torch.qint8)
     torch.save({"sparse": sparse, "quantized": quantized}, tmp_path / "x.pt")
@@ -158,17 +158,17 @@ def test_sparse_and_quantized_tensors_are_looked_at_by_their_parts(tmp_path: Pat
     assert [tensor.dtype for tensor in scan.tensors if tensor.name.startswith("quantized")] == ["int8"]
 
 
-def test_plain_numbers_that_are_not_finite_are_told(tmp_path: Path) -> None:
+def test_nonfinite_plain_numbers_are_reported(tmp_path: Path) -> None:
     torch.save({"groups": [{"lr": NAN}], "best": INF}, tmp_path / "x.pt")
     scan = scan_checkpoint(tmp_path / "x.pt")
     assert [name for name, _ in scan.bad_numbers] == ["groups.0.lr", "best"]
     assert not scan.is_clean
 
     torch.save({"best": INF}, tmp_path / "x.pt")
-    assert scan_checkpoint(tmp_path / "x.pt").is_clean  # how programs start a best loss
+    assert scan_checkpoint(tmp_path / "x.pt").is_clean  # programs often initialise a best loss like this
 
 
-def test_a_mask_of_inf_is_no_damage_and_a_weight_like_it_is(tmp_path: Path) -> None:
+def test_an_infinite_mask_is_not_damage_but_an_infinite_weight_is(tmp_path: Path) -> None:
     mask = torch.full((4, 4), -INF).triu(1)
     save_file({"attn_mask": mask}, tmp_path / "a.safetensors")
     save_file({"weight": mask.clone()}, tmp_path / "b.safetensors")
@@ -180,7 +180,7 @@ def test_a_mask_of_inf_is_no_damage_and_a_weight_like_it_is(tmp_path: Path) -> N
     assert not scan_checkpoint(tmp_path / "c.safetensors").is_clean
 
 
-def test_tied_weights_are_told_whether_they_share_bytes_or_repeat_them(tmp_path: Path) -> None:
+def test_tied_weights_are_reported_whether_shared_or_repeated(tmp_path: Path) -> None:
     weight = torch.randn(20, 20)
     other = weight.clone()
     other[3, 3] += 1e-3
@@ -188,12 +188,12 @@ def test_tied_weights_are_told_whether_they_share_bytes_or_repeat_them(tmp_path:
     assert scan_checkpoint(tmp_path / "x.pt").duplicates == (("a", "b", "c"),)
 
 
-def test_zero_biases_and_unit_scales_are_no_duplicates(tmp_path: Path) -> None:
+def test_zero_biases_and_unit_scales_are_not_duplicates(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(100), "b": torch.zeros(100), "c": torch.ones(100)}, tmp_path / "x.safetensors")
     assert scan_checkpoint(tmp_path / "x.safetensors").duplicates == ()
 
 
-def test_optimizers_and_scalers_of_real_trainings_are_read(tmp_path: Path) -> None:
+def test_optimizers_and_scalers_of_real_trainings_are_scanned(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 4)).sum().backward()
@@ -218,17 +218,17 @@ def test_optimizers_and_scalers_of_real_trainings_are_read(tmp_path: Path) -> No
     assert "rng" in found
 
 
-def test_numpy_values_are_data(tmp_path: Path) -> None:
+def test_numpy_values_are_read_as_data(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     torch.save({"x": torch.ones(3), "score": numpy.float64(1.5), "state": numpy.arange(4)}, tmp_path / "x.pt")
     assert set(scan_by_name(tmp_path / "x.pt")) == {"x"}
 
 
-def test_a_tensor_in_several_parts_is_told_by_part(tmp_path: Path) -> None:
+def test_a_tensor_in_several_parts_is_reported_by_part(tmp_path: Path) -> None:
     folder = write_distributed(tmp_path, {"a": torch.zeros(3), "b": torch.tensor([1.0, NAN])})
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     places = {index.fqn: place for index, place in metadata.storage_data.items()}
-    metadata.storage_data = {  # as two ranks write one tensor of five elements
+    metadata.storage_data = {  # as if two ranks wrote one tensor of five elements
         MetadataIndex("w", torch.Size([0])): places["a"],
         MetadataIndex("w", torch.Size([3])): places["b"],
     }
@@ -242,7 +242,7 @@ def test_a_tensor_in_several_parts_is_told_by_part(tmp_path: Path) -> None:
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_index_names_and_no_shard_has_is_a_problem(tmp_path: Path) -> None:
+def test_a_tensor_in_the_index_but_in_no_shard_is_a_problem(tmp_path: Path) -> None:
     folder = write_shards(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"]["c"] = index["weight_map"]["a"]
@@ -255,7 +255,7 @@ def test_what_the_index_names_and_no_shard_has_is_a_problem(tmp_path: Path) -> N
     assert [problem.split(" is ")[0] for problem in scan.problems] == ["c", "model-9-of-9.safetensors"]
 
 
-def test_a_folder_of_files_is_each_of_them_but_for_pickled_settings(tmp_path: Path) -> None:
+def test_all_files_of_a_folder_are_scanned_except_pickled_settings(tmp_path: Path) -> None:
     write_safetensors(tmp_path, make_weights())
     torch.save({"x": torch.ones(2)}, tmp_path / "optimizer.pt")
     (tmp_path / "training_args.bin").write_bytes(b"anything")
@@ -263,7 +263,7 @@ def test_a_folder_of_files_is_each_of_them_but_for_pickled_settings(tmp_path: Pa
     assert [path.name for path in find_checkpoints(tmp_path)] == ["model.safetensors", "optimizer.pt"]
 
 
-def test_of_a_run_directory_only_the_checkpoints_are_meant(tmp_path: Path) -> None:
+def test_in_a_run_directory_only_checkpoints_are_scanned(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     for name in ("checkpoints/step_1", "checkpoints/step_2", "checkpoints/.writing-1-step_3", "batches"):
         (tmp_path / name).mkdir(parents=True)
@@ -272,12 +272,12 @@ def test_of_a_run_directory_only_the_checkpoints_are_meant(tmp_path: Path) -> No
     assert found == ["checkpoints/step_1/x.pt", "checkpoints/step_2/x.pt"]
 
 
-def test_a_folder_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no checkpoint.*Give the checkpoint itself"):
         find_checkpoints(tmp_path)
 
 
-def test_a_file_is_told_by_its_contents_not_its_name(tmp_path: Path) -> None:
+def test_a_file_is_identified_by_its_contents_not_its_name(tmp_path: Path) -> None:
     weights = {"x": torch.ones(3)}
     save_file(weights, tmp_path / "a.bin")
     torch.save(weights, tmp_path / "b.ckpt")
@@ -285,7 +285,7 @@ def test_a_file_is_told_by_its_contents_not_its_name(tmp_path: Path) -> None:
     assert scan_checkpoint(tmp_path / "b.ckpt").format == "torch archive"
 
 
-def test_memory_stays_flat_and_threads_are_given_back(tmp_path: Path) -> None:
+def test_memory_stays_flat_and_threads_are_released(tmp_path: Path) -> None:
     torch.save({"x": torch.zeros(64 << 20, dtype=torch.uint8)}, tmp_path / "x.pt")
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -293,7 +293,7 @@ def test_memory_stays_flat_and_threads_are_given_back(tmp_path: Path) -> None:
     try:
         scan_checkpoint(tmp_path / "x.pt", num_threads=2)
         peak = tracemalloc.get_traced_memory()[1]
-        with ThreadPoolExecutor(1) as pool:  # torch keeps a number for each thread, and one for those to come
+        with ThreadPoolExecutor(1) as pool:  # torch stores a number for each thread, and one for future threads
             threads = {torch.get_num_threads(), pool.submit(torch.get_num_threads).result()}
     finally:
         tracemalloc.stop()

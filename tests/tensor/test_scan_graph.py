@@ -1,4 +1,4 @@
-"""GraphWatch: it tells the mistakes, stays silent on programs that mean what they do, and changes neither."""
+"""GraphWatch: it reports mistakes, stays silent on intended code, and changes neither."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ N = 6
 
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled() -> None:
-    """A torch.compile of another test keeps the watch off in this process."""
+    """A torch.compile in another test disables the watch in this process."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
@@ -44,7 +44,7 @@ def watch(model: nn.Module, fn: Callable[[], Tensor]) -> GraphScan:
 
 
 def line_of(text: str) -> str:
-    """file:line of the only line of this file that ends with the comment `# <text>`."""
+    """Return file:line of the only line of this file that ends with the comment `# <text>`."""
     with open(__file__) as file:
         (number,) = [i for i, line in enumerate(file, start=1) if line.rstrip().endswith(f"# {text}")]
     return f"{__file__}:{number}"
@@ -54,7 +54,7 @@ def line_of(text: str) -> str:
 
 
 @every_device
-def test_a_prediction_with_one_axis_too_many_is_told_with_its_line(device: str) -> None:
+def test_a_prediction_with_one_axis_too_many_is_reported_with_its_line(device: str) -> None:
     model, x, y = nn.Linear(3, 1).to(device), torch.randn(N, 3, device=device), torch.randn(N, device=device)
 
     def fn() -> Tensor:
@@ -81,7 +81,7 @@ ACCIDENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("loss", ACCIDENTS.values(), ids=ACCIDENTS.keys())
-def test_each_way_to_the_accident_is_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_each_accidental_broadcast_is_reported(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, x, y = nn.Linear(3, 1), torch.randn(N, 3), torch.rand(N) + 1
 
     scan = watch(model, lambda: loss(model(x), y))
@@ -117,7 +117,7 @@ def _unsqueeze_quietly(y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", MEANT.values(), ids=MEANT.keys())
-def test_what_is_meant_is_not_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_intended_broadcasts_are_not_reported(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, x, y = nn.Linear(3, 1), torch.randn(N, 3), torch.randn(N)
 
     scan = watch(model, lambda: loss(model(x), y))
@@ -126,7 +126,7 @@ def test_what_is_meant_is_not_told(loss: Callable[[Tensor, Tensor], Tensor]) -> 
     assert scan.double_softmaxes == ()
 
 
-def test_a_weight_or_a_buffer_as_long_as_the_batch_is_no_accident() -> None:
+def test_a_weight_or_a_buffer_as_long_as_the_batch_is_not_reported() -> None:
     class Fourier(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,7 +142,7 @@ def test_a_weight_or_a_buffer_as_long_as_the_batch_is_no_accident() -> None:
     assert watch(model, lambda: model(torch.randn(N, 1)).mean()).broadcasts == ()
 
 
-def test_ordinary_models_have_nothing_to_tell() -> None:
+def test_ordinary_models_give_no_report() -> None:
     transformer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, batch_first=True)
     convolution = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
     recurrent = nn.LSTM(4, 4)
@@ -159,7 +159,7 @@ def test_ordinary_models_have_nothing_to_tell() -> None:
 # --- double softmax -----------------------------------------------------------------------------------------------
 
 
-def test_a_softmax_before_cross_entropy_is_told_with_its_line() -> None:
+def test_a_softmax_before_cross_entropy_is_reported_with_its_line() -> None:
     model, x, y = nn.Sequential(nn.Linear(3, 4), nn.Softmax(dim=-1)), torch.randn(N, 3), torch.randint(4, (N,))
 
     scan = watch(model, lambda: F.cross_entropy(model(x), y))  # the double softmax
@@ -180,7 +180,7 @@ DOUBLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("loss", DOUBLE.values(), ids=DOUBLE.keys())
-def test_each_double_softmax_is_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_each_double_softmax_is_reported(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, x, y = nn.Linear(3, 4), torch.randn(N, 3), torch.randint(4, (N,))
 
     assert len(watch(model, lambda: loss(model(x), y)).double_softmaxes) == 1
@@ -200,7 +200,7 @@ SINGLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("loss", SINGLE.values(), ids=SINGLE.keys())
-def test_one_softmax_is_not_told(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_a_single_softmax_is_not_reported(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     model, x, y = nn.Linear(3, 4), torch.randn(N, 3), torch.randint(4, (N,))
 
     assert watch(model, lambda: loss(model(x), y)).double_softmaxes == ()
@@ -230,7 +230,7 @@ def test_parameters_in_plain_containers_are_named() -> None:
     assert scan.hidden == ("layers.0.weight", "layers.0.bias", "layers.1.inner.weight", "scales.0")
 
 
-def test_hidden_parameters_that_an_optimizer_holds_are_no_mistake() -> None:
+def test_hidden_parameters_held_by_an_optimizer_are_not_reported() -> None:
     model = Hiding()
     held = [*model.parameters(), *model.layers[0].parameters()]  # type: ignore[union-attr]
     trained = find_trained_parameters(model, torch.optim.SGD(held, lr=0.1))
@@ -241,7 +241,7 @@ def test_hidden_parameters_that_an_optimizer_holds_are_no_mistake() -> None:
     assert len(scan.foreign) == 2
 
 
-def test_leaves_that_are_inputs_or_of_another_model_are_not_hidden() -> None:
+def test_leaves_that_are_inputs_or_belong_to_another_model_are_not_hidden() -> None:
     model, other = nn.Linear(3, 3), nn.Linear(3, 1)
     x = torch.randn(2, 3, requires_grad=True)
 
@@ -262,7 +262,7 @@ def test_unoptimized_parameters_and_anomaly_mode_are_passed_on() -> None:
     assert not seen.read(5, None).anomaly_mode
 
 
-def test_leaves_are_found_after_backward_too() -> None:
+def test_leaves_are_also_found_after_backward() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     loss = model(torch.randn(2, 3)).sum()
     loss.backward()
@@ -302,7 +302,7 @@ class Everything(nn.Module):
 
 @every_device
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_a_watched_step_is_the_same_step(autocast: bool, device: str) -> None:
+def test_a_watched_step_equals_an_unwatched_one(autocast: bool, device: str) -> None:
     plain = Everything().to(device)
     watched, batch = clone(plain), make_batches(1, device)[0]
 
@@ -346,7 +346,7 @@ def test_a_frozen_encoder_keeps_its_fast_path() -> None:
 
 
 @pytest.mark.parametrize("compile_model", [True, False], ids=["model", "function"])
-def test_what_is_compiled_is_left_alone(compile_model: bool) -> None:
+def test_compiled_code_is_not_watched(compile_model: bool) -> None:
     model, x, y = nn.Linear(3, 1), torch.randn(N, 3), torch.randn(N)
     graphs: list[Any] = []
 
@@ -367,7 +367,7 @@ def test_what_is_compiled_is_left_alone(compile_model: bool) -> None:
     assert seen.read(0, None).broadcasts == ()
 
 
-def test_the_user_s_error_comes_through_and_the_watch_is_over() -> None:
+def test_an_error_of_the_user_passes_through_and_ends_the_watch() -> None:
     model = nn.Linear(3, 1)
     with pytest.raises(RuntimeError, match="cannot be multiplied"), make(model):
         model(torch.randn(2, 5))
@@ -375,7 +375,7 @@ def test_the_user_s_error_comes_through_and_the_watch_is_over() -> None:
     assert not torch.overrides._is_torch_function_mode_enabled()
 
 
-def test_a_failing_look_gives_an_empty_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_check_gives_an_empty_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("broken")
 

@@ -1,4 +1,4 @@
-"""Scan: files that are damaged, lie, want to run code or waste time end in a clear error, at once, with nothing run."""
+"""Scan: damaged, lying, malicious and slow files end in a clear error, at once, and nothing is run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def interpret(data: bytes) -> object:
 
 
 def write_archive(path: Path, data: bytes, records: dict[str, bytes] | None = None, compression: int = 0) -> Path:
-    """An archive like torch.save's, around a pickle of the test's own."""
+    """Return an archive like torch.save's, around a custom pickle."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, record in {"data.pkl": data, **(records or {})}.items():
             archive.writestr(f"x/{name}", record)
@@ -42,7 +42,7 @@ def write_archive(path: Path, data: bytes, records: dict[str, bytes] | None = No
 
 
 def pickle_tensor(shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, count: int = 4) -> bytes:
-    """A pickle of one float32 tensor on storage "0", with whatever numbers the test wants."""
+    """Return a pickle of one float32 tensor on storage "0", with any numbers."""
     opcodes = [
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(",
         b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + dump(count) + b"tQ",
@@ -53,7 +53,7 @@ def pickle_tensor(shape: tuple[int, ...], stride: tuple[int, ...], offset: int =
 
 
 def dump(value: object) -> bytes:
-    """The opcodes of a number or a tuple of numbers, without frame and end."""
+    """Return the opcodes of a number or a tuple of numbers, without frame and end."""
     return pickle.dumps(value, 2)[2:-1]
 
 
@@ -75,12 +75,12 @@ def test_a_malicious_pickle_is_refused_by_name_and_not_run(form: str, protocol: 
         scan_checkpoint(path)
     assert not mark.exists()
 
-    if form != "bare pickle":  # the payload is a real one
+    if form != "bare pickle":  # the payload works
         torch.load(path, weights_only=False)
         assert mark.exists()
 
 
-def test_metadata_of_a_distributed_checkpoint_is_not_run_either(tmp_path: Path) -> None:
+def test_the_metadata_of_a_distributed_checkpoint_is_not_run_either(tmp_path: Path) -> None:
     folder = write_distributed(tmp_path, {"a": torch.ones(3)})
     mark = tmp_path / "mark"
     (folder / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
@@ -89,23 +89,23 @@ def test_metadata_of_a_distributed_checkpoint_is_not_run_either(tmp_path: Path) 
         scan_checkpoint(folder)
     assert not mark.exists()
 
-    pickle.loads((folder / ".metadata").read_bytes())  # as torch's own reader does
+    pickle.loads((folder / ".metadata").read_bytes())  # torch's own reader runs it
     assert mark.exists()
 
 
-def test_a_pickled_module_is_refused_by_the_name_of_its_class(tmp_path: Path) -> None:
+def test_a_pickled_module_is_refused_with_the_name_of_its_class(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
     with pytest.raises(UnsafePickleError, match=r"torch\.nn\.modules\.linear\.Linear"):
         scan_checkpoint(tmp_path / "x.pt")
 
 
-def test_names_are_never_looked_up() -> None:
+def test_names_are_never_resolved() -> None:
     value = interpret(b"\x80\x02cno_such_module\nno_such_name\n.")
     assert value == Name("no_such_module", "no_such_name")
 
 
 @pytest.mark.parametrize("data", [b"\x80\x02cos\nsystem\n}b.", b"\x80\x02cos\nsystem\n}X\x01\x00\x00\x00aK\x01sb."])
-def test_state_given_to_a_name_is_dropped(data: bytes) -> None:
+def test_the_state_of_an_unresolved_name_is_dropped(data: bytes) -> None:
     assert interpret(data) == Name("os", "system")
     assert not hasattr(os.system, "a")
 
@@ -120,7 +120,7 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", list(FORMATS.values())[:3], ids=list(FORMATS)[:3])
-def test_every_truncation_is_an_error(write: Writer, tmp_path: Path) -> None:
+def test_every_truncation_raises_an_error(write: Writer, tmp_path: Path) -> None:
     path = write(tmp_path, make_weights())
     data = path.read_bytes()
     chooser = random.Random(0)
@@ -141,7 +141,7 @@ def test_every_truncation_is_an_error(write: Writer, tmp_path: Path) -> None:
         ("shards", "model.safetensors.index.json"),
     ],
 )
-def test_a_flipped_bit_is_an_error_or_a_scan_and_never_a_crash(name: str, part: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_gives_an_error_or_a_scan_and_never_a_crash(name: str, part: str, tmp_path: Path) -> None:
     whole = FORMATS[name](tmp_path, {"a": torch.ones(5), "b": torch.ones(3, 2)})
     path = whole / part if part else whole
     data = path.read_bytes()
@@ -159,7 +159,7 @@ def test_a_flipped_bit_is_an_error_or_a_scan_and_never_a_crash(name: str, part: 
     assert min(outcomes.values()) > 0
 
 
-def test_a_shard_that_is_cut_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_truncated_shard_is_reported_by_name(tmp_path: Path) -> None:
     folder = write_distributed(tmp_path, {"a": torch.ones(3)})
     (part,) = folder.glob("*.distcp")
     part.write_bytes(part.read_bytes()[:-100])
@@ -195,7 +195,7 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_safetensors_header_that_lies_is_an_error(content: bytes, complaint: str, tmp_path: Path) -> None:
+def test_a_lying_safetensors_header_raises_an_error(content: bytes, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=complaint):
         scan_checkpoint(tmp_path / "x.safetensors")
@@ -214,13 +214,13 @@ def test_a_safetensors_header_that_lies_is_an_error(content: bytes, complaint: s
         pickle_tensor((4, 1), (1,)),
     ],
 )
-def test_a_tensor_that_reaches_past_its_storage_is_an_error(data: bytes, tmp_path: Path) -> None:
+def test_a_tensor_beyond_its_storage_raises_an_error(data: bytes, tmp_path: Path) -> None:
     path = write_archive(tmp_path / "x.pt", data, {"data/0": bytes(16)})
     with pytest.raises(CheckpointError, match=r"is damaged|cannot be used"):
         scan_checkpoint(path)
 
 
-def test_the_same_tensor_within_its_storage_is_none(tmp_path: Path) -> None:
+def test_the_same_tensor_within_its_storage_is_accepted(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "x.pt", pickle_tensor((4,), (1,)), {"data/0": bytes(16)})
     assert scan_checkpoint(path).tensors[0].num_zeros == 4
 
@@ -228,7 +228,7 @@ def test_the_same_tensor_within_its_storage_is_none(tmp_path: Path) -> None:
 # --- waste of time and memory -------------------------------------------------------------------------------------
 
 
-def test_a_compressed_archive_is_refused_before_it_grows(tmp_path: Path) -> None:
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     bomb = write_archive(tmp_path / "x.pt", bytes(64 << 20), compression=zipfile.ZIP_DEFLATED)
     assert bomb.stat().st_size < 1 << 20
     with pytest.raises(SteadygradError, match=r"compressed or encrypted"):
@@ -236,7 +236,7 @@ def test_a_compressed_archive_is_refused_before_it_grows(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_records_with_one_name_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
         for data in (b"\x80\x02}.", b"\x80\x02N."):
             archive.writestr("x/data.pkl", data)
@@ -251,12 +251,12 @@ def test_nested_tuples_are_never_hashed() -> None:
 
 
 @pytest.mark.parametrize("container", [b"q\x00h\x00\x86", b"q\x00]q\x01(h\x00h\x00e"], ids=["tuples", "lists"])
-def test_containers_held_twice_are_walked_once(container: bytes, tmp_path: Path) -> None:
+def test_shared_containers_are_visited_once(container: bytes, tmp_path: Path) -> None:
     path = write_archive(tmp_path / "x.pt", b"\x80\x02]" + container * 200 + b".")
     assert scan_checkpoint(path).tensors == ()
 
 
-def test_a_container_in_itself_is_walked_once(tmp_path: Path) -> None:
+def test_a_self_containing_container_is_visited_once(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "x.pt", b"\x80\x02]q\x00h\x00a.")
     assert scan_checkpoint(path).tensors == ()
 
@@ -275,7 +275,7 @@ COPIED = {
 
 
 @pytest.mark.parametrize("container", COPIED)
-def test_a_container_is_not_copied_over_and_over(container: str) -> None:
+def test_a_container_is_not_copied_repeatedly(container: str) -> None:
     content, function, call = COPIED[container]
     begin = b"\x80\x04" + content + b"q\x000" + function + b"q\x010]("
     assert len(interpret(begin + call + b"e.")) == 1  # type: ignore[arg-type]
@@ -283,13 +283,13 @@ def test_a_container_is_not_copied_over_and_over(container: str) -> None:
         interpret(begin + call * 100 + b"e.")
 
 
-def test_a_key_of_many_parts_is_not_hashed_over_and_over() -> None:
+def test_a_key_of_many_parts_is_not_hashed_repeatedly() -> None:
     with pytest.raises(BrokenPickle, match=r"a key of 1000 parts"):
         interpret(b"\x80\x02(" + b"N" * 1000 + b"tq\x000}(" + b"h\x00N" * 100 + b"u.")
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_containers_of_programs_are_copied_as_often_as_they_need(protocol: int) -> None:
+def test_containers_of_real_programs_are_copied_as_often_as_needed(protocol: int) -> None:
     value = [(Counter("abracadabra"), OrderedDict(a=1), {(n, n) for n in range(9)}, frozenset("ab")) for _ in range(99)]
     assert len(interpret(pickle.dumps(value, protocol))) == 99  # type: ignore[arg-type]
 
@@ -297,14 +297,14 @@ def test_containers_of_programs_are_copied_as_often_as_they_need(protocol: int) 
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x02]r\xff\xff\xff\xff.",  # a memo index that makes C's unpickler take gigabytes
+        b"\x80\x02]r\xff\xff\xff\xff.",  # a memo index that makes the C unpickler allocate gigabytes
         b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b".",
         b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
         b"\x80\x02I" + b"9" * 100_000 + b"\n.",
     ],
     ids=["memo", "bytes", "bytearray", "decimal"],
 )
-def test_lengths_that_lie_cost_nothing(data: bytes) -> None:
+def test_wrong_lengths_cost_nothing(data: bytes) -> None:
     tracemalloc.start()
     with contextlib.suppress(BrokenPickle):
         assert interpret(data) == []
@@ -313,14 +313,14 @@ def test_lengths_that_lie_cost_nothing(data: bytes) -> None:
     assert peak < 1 << 20
 
 
-def test_views_that_overlap_for_ever_are_refused(tmp_path: Path) -> None:
+def test_endlessly_overlapping_views_are_refused(tmp_path: Path) -> None:
     storage = torch.zeros(1 << 16)
     torch.save([storage[i:] for i in range(200)], tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"one over the other"):
         scan_checkpoint(tmp_path / "x.pt")
 
 
-def test_windows_that_overlap_within_one_tensor_are_looked_at_once(tmp_path: Path) -> None:
+def test_overlapping_windows_of_one_tensor_are_scanned_once(tmp_path: Path) -> None:
     torch.save(torch.zeros(20_000).unfold(0, 10_000, 1), tmp_path / "x.pt")
     (tensor,) = scan_checkpoint(tmp_path / "x.pt").tensors
     assert tensor.num_elements > 10**8
@@ -330,7 +330,7 @@ def test_windows_that_overlap_within_one_tensor_are_looked_at_once(tmp_path: Pat
 # --- paths --------------------------------------------------------------------------------------------------------
 
 
-def test_a_circle_of_links_is_an_error(tmp_path: Path) -> None:
+def test_a_cycle_of_links_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.pt").symlink_to(tmp_path / "b.pt")
     (tmp_path / "b.pt").symlink_to(tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"cannot be read"):
@@ -347,14 +347,14 @@ def test_a_folder_linked_into_itself_is_searched_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in its file system")
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"is not a regular file"):
         scan_checkpoint(tmp_path / "x.pt")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
-def test_a_file_without_permission_is_an_error(tmp_path: Path) -> None:
+def test_an_unreadable_file_raises_an_error(tmp_path: Path) -> None:
     path = write_torch(tmp_path, {"a": torch.ones(1)})
     path.chmod(0)
     for folder in (tmp_path, *tmp_path.parents[:2]):
@@ -371,14 +371,14 @@ def test_a_file_without_permission_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["../secret.safetensors", "/etc/passwd", "a/../../x"])
-def test_an_index_that_leads_out_of_its_folder_is_refused(where: str, tmp_path: Path) -> None:
+def test_an_index_that_leaves_its_folder_is_refused(where: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": where}}))
     with pytest.raises(CheckpointError, match=r"outside itself"):
         read_contents(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 9999])
-def test_an_index_that_is_none_is_an_error(text: str, tmp_path: Path) -> None:
+def test_an_invalid_index_raises_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"index|weight_map"):
         read_contents(tmp_path)
@@ -387,14 +387,14 @@ def test_an_index_that_is_none_is_an_error(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"hello, world", bytes(100), b"PK\x03\x04", b"\x80\x02.", b"PK\x05\x06" + bytes(18)]
 )
-def test_what_is_no_checkpoint_is_an_error(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_checkpoint_raises_an_error(content: bytes, tmp_path: Path) -> None:
     for name in ("x.pt", "x.safetensors"):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(SteadygradError, match=name):
             scan_checkpoint(tmp_path / name)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_during_reading_raises_an_error(tmp_path: Path) -> None:
     from steadygrad.scan.checkpoint_scan import scan_contents
 
     path = write_legacy(tmp_path, {"a": torch.ones(1000)})

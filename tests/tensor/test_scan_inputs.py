@@ -1,4 +1,4 @@
-"""scan_inputs against plain torch: whatever the batch is nested in, and whatever is in it."""
+"""scan_inputs compared with plain torch, for every nesting and content of the batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def look(*args: Any, **kwargs: Any) -> dict[str, InputStats]:
 
 @every_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_a_floating_tensor_is_counted_as_plain_torch_counts_it(dtype: torch.dtype, device: str) -> None:
+def test_counts_of_a_floating_tensor_equal_plain_torch(dtype: torch.dtype, device: str) -> None:
     x = torch.randn(5, 7).to(device, dtype)
     x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     x[1, 1] = 0.0
@@ -44,7 +44,7 @@ def test_a_floating_tensor_is_counted_as_plain_torch_counts_it(dtype: torch.dtyp
 
 @every_device
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8])
-def test_integer_labels_show_what_is_ignored(dtype: torch.dtype, device: str) -> None:
+def test_integer_labels_report_ignored_values(dtype: torch.dtype, device: str) -> None:
     labels = torch.tensor([[-100, 3, 0], [-100, 1, 0]], dtype=dtype, device=device)
 
     stats = look({"labels": labels})["labels"]
@@ -62,7 +62,7 @@ def test_a_mask_is_binary(dtype: torch.dtype, device: str) -> None:
     assert not look(torch.tensor([2, 0, 1]).to(device))["0"].is_binary
 
 
-def test_the_smallest_integer_has_a_size() -> None:
+def test_the_smallest_integer_has_a_magnitude() -> None:
     assert look(torch.tensor([-(2**63)]))["0"].max_abs == 2.0**63
 
 
@@ -82,15 +82,15 @@ def test_the_smallest_integer_has_a_size() -> None:
         ((), {}, []),
     ],
 )
-def test_paths_lead_into_the_batch(args: Any, kwargs: Any, paths: list[str]) -> None:
+def test_paths_point_into_the_batch(args: Any, kwargs: Any, paths: list[str]) -> None:
     assert list(look(*args, **kwargs)) == paths
 
 
-def test_at_most_so_many_tensors_are_looked_at() -> None:
+def test_the_number_of_scanned_tensors_is_limited() -> None:
     assert len(look([torch.ones(1)] * 100)) == MAX_TENSORS
 
 
-def test_a_batch_that_contains_itself_ends() -> None:
+def test_a_self_containing_batch_is_scanned() -> None:
     batch: list[Any] = [torch.ones(1)]
     batch.append(batch)
 
@@ -105,7 +105,7 @@ def test_unusual_tensors_do_no_harm(tensor: Tensor) -> None:
     assert look([tensor, torch.ones(3)])["1"].numel == 3
 
 
-def test_a_batch_that_fails_gives_an_empty_scan() -> None:
+def test_a_failing_batch_gives_an_empty_scan() -> None:
     class Broken(dict[str, Any]):
         def items(self) -> Any:
             raise RuntimeError("no items today")
@@ -113,7 +113,7 @@ def test_a_batch_that_fails_gives_an_empty_scan() -> None:
     assert look(Broken(x=torch.ones(1))) == {}
 
 
-def test_pieces_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_scans_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1000).round()
     whole = look(x)
 
@@ -123,7 +123,7 @@ def test_pieces_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every_device
-def test_looking_changes_neither_batch_nor_random_numbers(device: str) -> None:
+def test_scanning_changes_neither_batch_nor_random_numbers(device: str) -> None:
     x = torch.randn(4, 4, device=device, requires_grad=True)
     before, state = x.detach().clone(), torch.get_rng_state()
 

@@ -44,7 +44,7 @@ def make_watch(model: nn.Module, **options: Any) -> tuple[ParameterWatch, torch.
     return ParameterWatch(find_trained_parameters(model, optimizer)), optimizer
 
 
-def everybody(model: nn.Module) -> dict[str, float]:
+def unit_norms(model: nn.Module) -> dict[str, float]:
     return {name: 1.0 for name, _ in model.named_parameters()}
 
 
@@ -52,7 +52,7 @@ def everybody(model: nn.Module) -> dict[str, float]:
 
 
 @every_device
-def test_the_first_scan_counts_what_is_not_finite(device: str) -> None:
+def test_the_first_scan_counts_nonfinite_values(device: str) -> None:
     model = make_model(device, norm=True)
     corrupt_weight(model[0].weight, math.nan)
     corrupt_weight(model[0].weight, math.inf, index=5)
@@ -68,13 +68,13 @@ def test_the_first_scan_counts_what_is_not_finite(device: str) -> None:
 
 
 @every_device
-def test_what_moves_is_counted_and_what_stands_still_is_named(device: str) -> None:
+def test_moving_parameters_are_counted_and_others_named(device: str) -> None:
     model = make_model(device)
     watch, _ = make_watch(model)
     watch.scan(-1)
     with torch.no_grad():
         model[0].weight.view(-1)[3].mul_(1 + 2**-20)
-    watch.note_step(reading_of(0, everybody(model)))
+    watch.note_step(reading_of(0, unit_norms(model)))
 
     scan = watch.scan(0)
 
@@ -87,17 +87,17 @@ def test_what_moves_is_counted_and_what_stands_still_is_named(device: str) -> No
     [{"skipped": True}, {"learning_rates": (0.0,)}, {"clip_coefficient": 0.0}],
     ids=["skipped", "no rate", "clipped away"],
 )
-def test_nobody_is_expected_to_move_by_a_step_that_moves_nothing(facts: dict[str, Any]) -> None:
+def test_a_step_that_changes_nothing_expects_no_movement(facts: dict[str, Any]) -> None:
     model = make_model()
     watch, _ = make_watch(model)
     watch.scan(-1)
 
-    watch.note_step(reading_of(0, everybody(model), **facts))
+    watch.note_step(reading_of(0, unit_norms(model), **facts))
 
     assert watch.scan(0).unchanged == ()
 
 
-def test_a_zero_gradient_moves_nobody_and_expectations_start_anew_at_each_scan() -> None:
+def test_a_zero_gradient_expects_no_movement_and_each_scan_starts_fresh() -> None:
     model = make_model()
     watch, _ = make_watch(model)
     watch.scan(-1)
@@ -107,7 +107,7 @@ def test_a_zero_gradient_moves_nobody_and_expectations_start_anew_at_each_scan()
     assert watch.scan(1).unchanged == ()
 
 
-def test_a_bias_before_a_batchnorm_is_not_expected_to_move() -> None:
+def test_a_bias_before_batchnorm_is_not_expected_to_move() -> None:
     model = make_model()
     watch, _ = make_watch(model)
     watch.scan(-1)
@@ -123,14 +123,14 @@ def test_each_parameter_has_the_learning_rate_of_its_group() -> None:
     watch = ParameterWatch(find_trained_parameters(model, torch.optim.SGD(groups, lr=0.1)))
     watch.scan(-1)
 
-    watch.note_step(reading_of(0, everybody(model), learning_rates=(0.1, 0.0)))
+    watch.note_step(reading_of(0, unit_norms(model), learning_rates=(0.1, 0.0)))
 
     assert watch.scan(0).unchanged == ("0.weight", "0.bias")
 
 
 @every_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_one_ulp_up_and_one_ulp_down_is_a_change(dtype: torch.dtype, device: str) -> None:
+def test_one_ulp_up_or_down_is_a_change(dtype: torch.dtype, device: str) -> None:
     model = nn.Linear(8, 8, bias=False).to(device, dtype)
     watch, _ = make_watch(model)
     watch.scan(-1)
@@ -145,7 +145,7 @@ def test_one_ulp_up_and_one_ulp_down_is_a_change(dtype: torch.dtype, device: str
     assert watch.scan(1).num_changed == 1
 
 
-def test_swallowed_updates_of_a_real_training_are_seen() -> None:
+def test_updates_lost_to_rounding_in_a_real_training_are_found() -> None:
     model = nn.Linear(6, 3).to(torch.bfloat16)
     watch, optimizer = make_watch(model)
     meter = Meter(list(model.named_parameters()))
@@ -194,11 +194,11 @@ def test_unusual_parameters_do_no_harm() -> None:
     assert scan.num_changed == 0
 
 
-def test_after_forgetting_nothing_is_compared() -> None:
+def test_after_a_reset_nothing_is_compared() -> None:
     model = make_model()
     watch, _ = make_watch(model)
     watch.scan(-1)
-    watch.note_step(reading_of(0, everybody(model)))
+    watch.note_step(reading_of(0, unit_norms(model)))
 
     watch.forget()
 
@@ -224,7 +224,7 @@ def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[T
 
 @every_device
 @pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS.keys())
-def test_the_rms_is_that_of_the_formula(make: Any, device: str) -> None:
+def test_the_rms_equals_its_formula(make: Any, device: str) -> None:
     model = make_model(device)
     optimizer = make(model.parameters())
     beta, eps = optimizer.param_groups[0]["betas"][1], optimizer.param_groups[0]["eps"]
@@ -242,7 +242,7 @@ def test_the_rms_is_that_of_the_formula(make: Any, device: str) -> None:
             assert found[name] == pytest.approx(expected, rel=1e-4)  # the bias correction is float32
 
 
-def test_the_first_step_of_adam_has_rms_one_and_a_jump_shows() -> None:
+def test_the_first_step_of_adam_has_rms_one_and_a_jump_is_visible() -> None:
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     batches = make_batches(30)
@@ -270,7 +270,7 @@ def test_other_optimizers_have_no_rms(make: Any) -> None:
     assert measure_adam_rms([optimizer], list(model.named_parameters())) is None
 
 
-def test_a_strange_state_gives_no_rms() -> None:
+def test_an_unknown_state_gives_no_rms() -> None:
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters())
     step_once(model, optimizer, make_batches(1)[0])
@@ -293,7 +293,7 @@ def test_the_rms_changes_nothing(device: str) -> None:
 
 
 @every_device
-def test_the_update_norm_is_the_norm_of_all_that_was_added(device: str) -> None:
+def test_the_update_norm_is_the_norm_of_the_whole_update(device: str) -> None:
     model = make_model(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = UpdateMeter(list(model.named_parameters()))
@@ -304,7 +304,7 @@ def test_the_update_norm_is_the_norm_of_all_that_was_added(device: str) -> None:
     numbers = meter.after().tolist()
 
     after = nn.utils.parameters_to_vector(model.parameters()).detach().double()
-    # The meter subtracts in float32, as the weights are.
+    # The meter subtracts in float32, the dtype of the weights.
     assert meter.read_norm(numbers) == pytest.approx((after - before).norm().item(), rel=1e-6)
     assert len(meter.read(numbers)) == 2
 
@@ -327,7 +327,7 @@ def test_a_reading_names_trainable_parameters_without_a_gradient(device: str) ->
     assert reading.missing_share == pytest.approx(51 / (51 + 96))
 
 
-def test_nothing_is_missing_when_every_parameter_has_a_gradient_or_is_frozen() -> None:
+def test_no_gradient_is_missing_if_every_parameter_has_one_or_is_frozen() -> None:
     model = make_model()
     model[0].requires_grad_(False)
     meter = Meter(list(model.named_parameters()))
@@ -342,7 +342,7 @@ def test_nothing_is_missing_when_every_parameter_has_a_gradient_or_is_frozen() -
 # --- edits by the program ------------------------------------------------------------------------------------------
 
 
-def test_our_own_writes_are_not_taken_for_edits_even_if_they_are_broken_off() -> None:
+def test_our_own_writes_are_not_reported_as_edits_even_if_interrupted() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     watch = EditWatch([("p", parameter)])
     watch.after_optimizer(0)
@@ -370,7 +370,7 @@ def take_steps(optimizer: torch.optim.Optimizer, watch: EditWatch, steps: range)
         watch.after_optimizer(step)
 
 
-def test_weights_that_a_hook_of_the_optimizer_resets_are_an_edit() -> None:
+def test_weights_reset_by_an_optimizer_hook_are_an_edit() -> None:
     layer = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(layer.parameters())
     watch = EditWatch(list(layer.named_parameters()))
@@ -381,10 +381,10 @@ def test_weights_that_a_hook_of_the_optimizer_resets_are_an_edit() -> None:
     take_steps(optimizer, watch, range(120, 121))
     handle.remove()
     take_steps(optimizer, watch, range(121, 240))
-    assert watch.last == 121  # the weights before step 121 are the new ones
+    assert watch.last == 121  # the weights before step 121 are already the new ones
 
 
-def test_an_average_every_few_steps_is_part_of_the_optimizer() -> None:
+def test_periodic_averaging_is_part_of_the_optimizer() -> None:
     layer = nn.Linear(3, 3)
     optimizer, calls = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9), itertools.count(1)
 
@@ -402,7 +402,7 @@ def test_an_average_every_few_steps_is_part_of_the_optimizer() -> None:
 # --- modes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_dropout_that_is_added_inside_a_child_is_seen() -> None:
+def test_a_dropout_added_inside_a_child_is_found() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.BatchNorm1d(2))
     watch = ModeWatch(model)
     watch.note_training(0)
@@ -413,7 +413,7 @@ def test_a_dropout_that_is_added_inside_a_child_is_seen() -> None:
     model.eval()
     model[0][1].train()
     watch.note_evaluation(0, first_input=1)
-    model(torch.zeros(2, 2))  # the forward that was announced, whose end is waited for
+    model(torch.zeros(2, 2))  # the announced forward whose end is awaited
 
     scan = watch.take()[0]
     assert scan.stray == ("0.1",)

@@ -1,4 +1,4 @@
-"""A signal, wherever it finds the program: every guard saves, at a moment that fits the others, and the code is 75."""
+"""A signal at any point of the program: every guard saves at a consistent moment, and the exit code is 75."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def saved_steps(folder: Path) -> list[int]:
         ("function", "guard.step(lambda: 1 / 0)"),
     ],
 )
-def test_a_signal_between_two_steps_is_answered_where_the_program_is(tmp_path: Path, where: str, code: str) -> None:
+def test_a_signal_between_two_steps_is_handled_at_once(tmp_path: Path, where: str, code: str) -> None:
     lines = ["signals.GRACE_SECONDS = 0.5", "model, guard = make()", "for _ in range(7): step(model, guard)", "send()"]
     lines += code.splitlines()
     done = run_program("\n".join(lines), tmp_path)
@@ -74,8 +74,8 @@ def test_a_signal_between_two_steps_is_answered_where_the_program_is(tmp_path: P
     assert "still here" not in done.stdout
 
 
-def test_a_program_that_steps_soon_is_not_stopped_between_its_steps(tmp_path: Path) -> None:
-    """The step is made whole, so that the resumed run draws what the uninterrupted one would have drawn."""
+def test_a_program_that_will_step_soon_is_not_stopped_between_its_steps(tmp_path: Path) -> None:
+    """The step is completed, so that the resumed run draws the same random numbers as an uninterrupted one."""
     code = """
     model, guard = make()
     for t in range(9):
@@ -88,7 +88,7 @@ def test_a_program_that_steps_soon_is_not_stopped_between_its_steps(tmp_path: Pa
     assert saved_steps(tmp_path / "run") == [6]
 
 
-def test_a_step_that_would_take_too_long_is_not_begun(tmp_path: Path) -> None:
+def test_a_step_that_would_take_too_long_is_not_started(tmp_path: Path) -> None:
     code = """
     signals.GRACE_SECONDS = 0.2
     import steadygrad.guard.shutdown as shutdown
@@ -108,7 +108,7 @@ def test_a_step_that_would_take_too_long_is_not_begun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [("before", 0), ("between", 1), ("after", 1)], ids=lambda at: at[0])
 @pytest.mark.parametrize("where", ["one directory", "two directories"])
-def test_guards_that_step_in_turn_leave_at_the_same_step(tmp_path: Path, at: tuple[str, int], where: str) -> None:
+def test_guards_that_step_in_turn_exit_at_the_same_step(tmp_path: Path, at: tuple[str, int], where: str) -> None:
     names = ("run", "run") if where == "one directory" else ("a", "b")
     code = f"""
     a, ga = make({names[0]!r})
@@ -127,7 +127,7 @@ def test_guards_that_step_in_turn_leave_at_the_same_step(tmp_path: Path, at: tup
     assert found == ([[27], [27]] if at[0] == "after" else [[26], [26]])
 
 
-def test_a_critic_that_steps_more_often_leaves_between_its_steps(tmp_path: Path) -> None:
+def test_a_critic_that_steps_more_often_exits_between_its_steps(tmp_path: Path) -> None:
     code = """
     critic, gc = make("critic")
     generator, gg = make("generator")
@@ -142,8 +142,8 @@ def test_a_critic_that_steps_more_often_leaves_between_its_steps(tmp_path: Path)
     assert (saved_steps(tmp_path / "critic"), saved_steps(tmp_path / "generator")) == ([32], [10])
 
 
-def test_an_error_in_the_middle_of_the_optimizer_is_not_saved(tmp_path: Path) -> None:
-    """Half of the weights may have moved."""
+def test_an_error_during_the_optimizer_step_is_not_saved(tmp_path: Path) -> None:
+    """Half of the weights may have changed."""
     code = """
     model = nn.Linear(4, 1)
     class Broken(torch.optim.SGD):
@@ -161,7 +161,7 @@ def test_an_error_in_the_middle_of_the_optimizer_is_not_saved(tmp_path: Path) ->
     assert saved_steps(tmp_path / "run") == []
 
 
-def test_gradients_of_a_step_that_will_not_be_made_are_not_saved(tmp_path: Path) -> None:
+def test_gradients_of_a_cancelled_step_are_not_saved(tmp_path: Path) -> None:
     code = """
     signals.GRACE_SECONDS = 0.5
     model, guard = make()
@@ -211,8 +211,8 @@ def test_a_signal_to_the_whole_group_with_data_workers_saves(tmp_path: Path, num
     assert len(saved_steps(tmp_path / "run")) == 1
 
 
-def test_a_worker_that_dies_of_the_signal_does_not_break_the_step_under_way(tmp_path: Path) -> None:
-    """A DataLoader raises in its parent wherever that is: here in the middle of the optimizer."""
+def test_a_worker_killed_by_the_signal_does_not_break_the_current_step(tmp_path: Path) -> None:
+    """A DataLoader raises in its parent at any point: here during the optimizer step."""
     code = """
     import multiprocessing, subprocess
     model = nn.Linear(4, 1)
@@ -234,7 +234,7 @@ def test_a_worker_that_dies_of_the_signal_does_not_break_the_step_under_way(tmp_
 
 
 @pytest.mark.parametrize("where", ["in a step", "between steps"])
-def test_workers_that_get_the_signal_before_their_parent_end_no_training(tmp_path: Path, where: str) -> None:
+def test_workers_that_get_the_signal_first_do_not_end_the_training(tmp_path: Path, where: str) -> None:
     """SLURM and systemd signal one process after the other, in any order."""
     code = f"""
     import multiprocessing, subprocess
@@ -258,7 +258,7 @@ def test_workers_that_get_the_signal_before_their_parent_end_no_training(tmp_pat
     assert len(saved_steps(tmp_path / "run")) == 1
 
 
-def test_a_worker_that_dies_by_itself_is_an_error_as_without_a_guard(tmp_path: Path) -> None:
+def test_a_worker_that_dies_by_itself_raises_the_usual_error(tmp_path: Path) -> None:
     code = """
     class Deadly(torch.utils.data.Dataset):
         def __len__(self): return 100
@@ -276,8 +276,8 @@ def test_a_worker_that_dies_by_itself_is_an_error_as_without_a_guard(tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["a destructor", "a weak reference's callback"])
-def test_an_answer_is_not_lost_where_no_exception_can_travel(tmp_path: Path, where: str) -> None:
-    """The iterator of a DataLoader waits for its workers when it is dropped; what is raised there is swallowed."""
+def test_the_exit_is_not_lost_where_exceptions_are_swallowed(tmp_path: Path, where: str) -> None:
+    """The iterator of a DataLoader waits for its workers when deleted; exceptions raised there are swallowed."""
     code = f"""
     import weakref
     signals.GRACE_SECONDS = 0.2
@@ -298,8 +298,8 @@ def test_an_answer_is_not_lost_where_no_exception_can_travel(tmp_path: Path, whe
     assert saved_steps(tmp_path / "run") == [3]
 
 
-def test_an_answer_is_not_lost_while_a_traceback_is_printed(tmp_path: Path) -> None:
-    """The interpreter clears whatever is raised while it prints."""
+def test_the_exit_is_not_lost_while_a_traceback_is_printed(tmp_path: Path) -> None:
+    """The interpreter discards exceptions raised while it prints."""
     code = """
     signals.GRACE_SECONDS = 0.2
     class Terminal:
@@ -319,7 +319,7 @@ def test_an_answer_is_not_lost_while_a_traceback_is_printed(tmp_path: Path) -> N
     assert saved_steps(tmp_path / "run") == [3]
 
 
-def test_a_program_that_swallows_the_answer_gets_it_again_at_its_next_step(tmp_path: Path) -> None:
+def test_a_program_that_swallows_the_exit_gets_it_again_at_its_next_step(tmp_path: Path) -> None:
     code = """
     model, guard = make()
     for _ in range(3): step(model, guard)
@@ -334,7 +334,7 @@ def test_a_program_that_swallows_the_answer_gets_it_again_at_its_next_step(tmp_p
     assert saved_steps(tmp_path / "run") == [3]
 
 
-def test_a_reminder_during_the_last_save_does_not_begin_another(tmp_path: Path) -> None:
+def test_a_second_signal_during_the_last_save_does_not_start_another(tmp_path: Path) -> None:
     code = """
     signals.GRACE_SECONDS = 0.3
     model, guard = make()
@@ -353,8 +353,8 @@ def test_a_reminder_during_the_last_save_does_not_begin_another(tmp_path: Path) 
     assert saved_steps(tmp_path / "run") == [3]
 
 
-def test_the_same_signal_twice_at_one_moment_counts_once(tmp_path: Path) -> None:
-    """`timeout` signals the program, and then the group that it is in."""
+def test_the_same_signal_twice_at_once_counts_once(tmp_path: Path) -> None:
+    """`timeout` signals the program, and then its process group."""
     code = """
     signals.REPEAT_SECONDS = 60.0  # a busy machine may let long pass between the two
     model, guard = make()
@@ -368,7 +368,7 @@ def test_the_same_signal_twice_at_one_moment_counts_once(tmp_path: Path) -> None
     assert saved_steps(tmp_path / "run") == [2]
 
 
-def test_a_guard_that_cannot_save_is_told_by_the_code(tmp_path: Path) -> None:
+def test_a_failed_save_is_shown_by_the_exit_code(tmp_path: Path) -> None:
     code = """
     model, guard = make()
     step(model, guard)
@@ -380,7 +380,7 @@ def test_a_guard_that_cannot_save_is_told_by_the_code(tmp_path: Path) -> None:
     assert done.returncode == 128 + signal.SIGTERM
 
 
-def test_a_closed_guard_leaves_nothing_behind_of_its_listening(tmp_path: Path) -> None:
+def test_a_closed_guard_removes_its_signal_handling(tmp_path: Path) -> None:
     hook, handler = sys.excepthook, signal.getsignal(signal.SIGTERM)
     model = nn.Linear(4, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.01), run_dir=tmp_path)

@@ -50,7 +50,7 @@ def train(*sinks: Sink) -> Guard:
 
 
 class Keeper:
-    """A Sink that keeps what it is given: the truth that trackers are compared with."""
+    """A Sink that keeps everything: the truth that trackers are compared with."""
 
     def __init__(self) -> None:
         self.records: list[Any] = []
@@ -90,7 +90,7 @@ def test_tensorboard_reads_back_the_numbers_of_every_step(tmp_path: Path) -> Non
         assert norms[record.step] == expected or (math.isnan(norms[record.step]) and record.step == BAD)
     assert [event.value for event in events.Scalars("action/skipped")] == [0, 0, 0, 1, 0, 0]
     assert math.isnan(events.Scalars("health/loss")[BAD].value)
-    assert "health/loss_scale" not in events.Tags()["scalars"]  # there was none
+    assert "health/loss_scale" not in events.Tags()["scalars"]  # none was given
 
 
 def test_tensorboard_has_incidents_as_text_and_counts_actions(tmp_path: Path) -> None:
@@ -101,15 +101,15 @@ def test_tensorboard_has_incidents_as_text_and_counts_actions(tmp_path: Path) ->
     kinds = {incident.finding.kind for incident in truth.incidents}
     assert "nonfinite_loss" in kinds
     assert set(events.Tags()["tensors"]) == {f"incidents/{kind}/text_summary" for kind in kinds}
-    [told] = events.Tensors("incidents/nonfinite_loss/text_summary")
-    text = told.tensor_proto.string_val[0].decode()
-    assert told.step == BAD
+    [reported] = events.Tensors("incidents/nonfinite_loss/text_summary")
+    text = reported.tensor_proto.string_val[0].decode()
+    assert reported.step == BAD
     assert "the loss is NaN" in text
     assert "the step was skipped, no weight was touched" in text
     assert events.Scalars("action/num_skip")[-1].value == len(truth.incidents)
 
 
-def test_tensorboard_histograms_survive_a_step_that_is_all_nan(tmp_path: Path) -> None:
+def test_tensorboard_histograms_survive_an_all_nan_step(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.write_layers(0, table({"a.weight": (1.0, 0), "b.weight": (100.0, 0)}))
     sink.write_layers(1, table({"a.weight": (math.nan, 4), "b.weight": (10.0, 0)}))
@@ -123,12 +123,12 @@ def test_tensorboard_histograms_survive_a_step_that_is_all_nan(tmp_path: Path) -
 
 
 def table(rows: dict[str, tuple[float, int]]) -> GradientTable:
-    """Name -> norm and number of non-finite elements, of parameters with four elements."""
+    """Return name -> norm and number of non-finite elements, of parameters with four elements."""
     cells = [number for norm, bad in rows.values() for number in (norm, norm, float(bad), float(bad), 0.0)]
     return GradientTable(tuple(rows), (4,) * len(rows), cells)
 
 
-def test_every_n_steps_the_skipped_ones_too(tmp_path: Path) -> None:
+def test_every_nth_step_is_written_and_all_skipped_ones(tmp_path: Path) -> None:
     train(TensorBoardSink(tmp_path, every=5))
     assert [event.step for event in read_events(tmp_path).Scalars("grad/norm")] == [0, BAD, 5]
 
@@ -136,14 +136,14 @@ def test_every_n_steps_the_skipped_ones_too(tmp_path: Path) -> None:
 # --- layers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_thousand_layers_are_a_few_curves() -> None:
+def test_a_thousand_layers_are_grouped_into_a_few_curves() -> None:
     names = [f"model.layers.{i}.{part}.weight" for i in range(250) for part in ("q", "k", "v", "o")]
     numbers = list_layers(table(dict.fromkeys(names, (3.0, 0))))
     assert len(numbers) <= 6 + MAX_BLOCKS
     assert numbers["grad/block/model.layers"] == pytest.approx(3.0 * math.sqrt(1000))
 
 
-def test_blocks_go_as_deep_as_they_may_and_a_bad_one_is_nan() -> None:
+def test_blocks_have_the_maximum_depth_and_a_bad_one_is_nan() -> None:
     rows = {f"layers.{i}.{part}": (2.0, 0) for i in range(4) for part in ("weight", "bias")}
     blocks = measure_blocks(table(rows | {"layers.3.bias": (2.0, 1), "head": (5.0, 0)}))
     assert list(blocks) == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
@@ -151,7 +151,7 @@ def test_blocks_go_as_deep_as_they_may_and_a_bad_one_is_nan() -> None:
     assert math.isnan(blocks["layers.3"])
 
 
-def test_norms_whose_squares_overflow_are_added_all_the_same() -> None:
+def test_norms_whose_squares_overflow_are_summed() -> None:
     blocks = measure_blocks(table({"a.weight": (3e200, 0), "a.bias": (4e200, 0)}))
     assert blocks == {"a": pytest.approx(5e200)}
 
@@ -160,7 +160,7 @@ def test_norms_whose_squares_overflow_are_added_all_the_same() -> None:
 
 
 def read_wandb(folder: Path) -> list[Any]:
-    """The records of an offline run: blocks of a LevelDB log, each record a protocol buffer."""
+    """Return the records of an offline run: blocks of a LevelDB log, each record a protocol buffer."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -169,7 +169,7 @@ def read_wandb(folder: Path) -> list[Any]:
     data, records, whole = path.read_bytes(), [], b""
     place = 7  # the file's own header
     while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:  # no room for a record's header: the rest of the block is empty
+        if 32768 - place % 32768 < 7:  # no space for a record's header: the rest of the block is empty
             place += 32768 - place % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[place : place + 7])
@@ -216,7 +216,7 @@ def test_wandb_offline_has_numbers_texts_and_alerts(offline: Path) -> None:
     assert {axes[prefix] for prefix in ("grad/*", "health/*", "action/*")} == {"optimizer_step"}
 
 
-def test_a_wandb_run_that_was_handed_over_stays_open(offline: Path) -> None:
+def test_a_given_wandb_run_stays_open(offline: Path) -> None:
     import wandb
 
     run = wandb.init(project="p", dir=offline, mode="offline", settings=QUIET)
@@ -230,9 +230,7 @@ def test_a_wandb_run_that_was_handed_over_stays_open(offline: Path) -> None:
 
 
 @pytest.mark.parametrize("gives_steps", [True, False], ids=["log(step=)", "log()"])
-def test_a_monitor_loses_no_point_in_a_wandb_run_and_neither_does_the_script(
-    offline: Path, *, gives_steps: bool
-) -> None:
+def test_a_monitor_and_the_script_lose_no_point_in_a_wandb_run(offline: Path, *, gives_steps: bool) -> None:
     import wandb
 
     model = nn.Linear(3, 1)
@@ -243,7 +241,7 @@ def test_a_monitor_loses_no_point_in_a_wandb_run_and_neither_does_the_script(
             own = {"step": step} if gives_steps else {}
             monitor.log_statistics(monitor.check_gradients(), step=step)
             run.log({"loss": float(step)}, **own)
-            run.log({"rate": float(step)}, **own)  # without `step=` wandb is ahead from here on
+            run.log({"rate": float(step)}, **own)  # without `step=` wandb is ahead from here
 
     records = read_wandb(offline)
     rows = read_history(records)
@@ -254,7 +252,7 @@ def test_a_monitor_loses_no_point_in_a_wandb_run_and_neither_does_the_script(
     assert axes["grad/*"] == "optimizer_step"
 
 
-def test_a_wandb_run_that_cannot_be_opened_says_what_to_do(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_run_that_cannot_be_opened_gives_advice(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(offline / "netrc"))
 
@@ -265,7 +263,7 @@ def test_a_wandb_run_that_cannot_be_opened_says_what_to_do(offline: Path, monkey
 # --- validation ---------------------------------------------------------------------------------------------------
 
 
-def test_a_validation_loss_reaches_every_tracker_and_a_sink_of_ones_own_may_do_without(tmp_path: Path) -> None:
+def test_a_validation_loss_reaches_every_tracker_and_is_optional_for_custom_sinks(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     logger, keeper = WithStep(), Keeper()
     sinks = [TensorBoardSink(tmp_path / "board"), LoggerSink(logger), keeper]
@@ -314,7 +312,7 @@ def test_any_logger_with_log_gets_every_step_and_incident(kind: type[WithStep]) 
 
 
 @pytest.mark.parametrize("wrong", [object(), logging.getLogger("x")])
-def test_what_cannot_take_numbers_is_refused_at_once(wrong: object) -> None:
+def test_an_object_that_cannot_take_numbers_is_refused_at_once(wrong: object) -> None:
     with pytest.raises(UsageError, match=r"needs an object with \.log\(dict"):
         LoggerSink(wrong)
 
@@ -325,25 +323,25 @@ class Breaking(WithStep):
         raise ConnectionError("the tracker is gone")
 
 
-def test_a_logger_that_breaks_is_told_once_and_costs_no_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_logger_is_reported_once_and_loses_no_step(caplog: pytest.LogCaptureFixture) -> None:
     breaking, other = Breaking(), WithStep()
     guard = train(LoggerSink(breaking), LoggerSink(other))
 
     assert len(breaking.values) == 1
     assert guard.stats()["num_steps"] == NUM_STEPS
     assert sum("grad/norm" in values for _, values in other.values) == NUM_STEPS
-    told = [record for record in caplog.records if "LoggerSink failed and is switched off" in record.message]
-    assert len(told) == 1
+    reported = [record for record in caplog.records if "LoggerSink failed and is switched off" in record.message]
+    assert len(reported) == 1
 
 
-# --- what is not installed ----------------------------------------------------------------------------------------
+# --- missing packages ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("extra", "make"),
     [("tensorboard", lambda path: TensorBoardSink(path)), ("wandb", lambda path: WandbSink(dir=path))],
 )
-def test_a_tracker_that_is_not_there_names_the_extra(
+def test_a_missing_tracker_is_reported_with_its_extra(
     extra: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, extra, None)

@@ -1,4 +1,4 @@
-"""The short ways that a small step takes: each gives what the long way gives, and gives up where it must."""
+"""Fast paths for small steps: each gives the result of the slow path, and falls back when it must."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steadygrad.measure.measurement import split_by_size
 
 SHAPES = [(64, 4), (64,), (3, 5, 7), (1,), (2, 2)]
 LARGE = (600, 512)
-"""More elements than are measured together."""
+"""More elements than are measured at once."""
 
 
 def make_parameters(*, seed: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[tuple[str, Tensor]]:
@@ -35,7 +35,7 @@ def make_parameters(*, seed: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES
 
 
 def measure_twice(named: list[tuple[str, Tensor]], loss: Tensor | None = None) -> tuple[Any, list[float]]:
-    """Measure as the second step of a run does, which may go the short way."""
+    """Measure like the second step of a run, which may use the fast path."""
     meter = Meter(named, max_norm=0.5)
     meter.measure(loss)
     m = meter.measure(loss)
@@ -47,7 +47,7 @@ def measure_twice(named: list[tuple[str, Tensor]], loss: Tensor | None = None) -
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, [*SHAPES[:2], LARGE, *SHAPES[2:], LARGE], [LARGE]])
-def test_gradients_measured_the_short_way_equal_the_specification(shapes: Sequence[tuple[int, ...]]) -> None:
+def test_gradients_measured_on_the_fast_path_equal_the_specification(shapes: Sequence[tuple[int, ...]]) -> None:
     named = make_parameters(shapes=shapes)
     m, numbers = measure_twice(named, torch.tensor(2.5))
     expected = torch.empty(len(named), 5, dtype=torch.float64)
@@ -64,9 +64,7 @@ def test_gradients_measured_the_short_way_equal_the_specification(shapes: Sequen
 
 @pytest.mark.parametrize("large", [[], [LARGE]], ids=["small", "large"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e25, 1e-25])
-def test_numbers_that_are_not_ordinary_go_the_long_way_and_are_exact(
-    poison: float, large: list[tuple[int, ...]]
-) -> None:
+def test_extreme_numbers_take_the_slow_path_and_are_exact(poison: float, large: list[tuple[int, ...]]) -> None:
     named = make_parameters(shapes=[*SHAPES, *large])
     for _, parameter in named[:1]:
         assert parameter.grad is not None
@@ -90,7 +88,7 @@ def test_measuring_changes_no_gradient(num: int) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e25, 1e-25])
-def test_a_large_gradient_among_small_ones_is_measured_exactly_too(poison: float) -> None:
+def test_a_large_gradient_among_small_ones_is_exact_too(poison: float) -> None:
     named = make_parameters(shapes=[*SHAPES[:2], LARGE, *SHAPES[2:]])
     gradient = named[2][1].grad
     assert gradient is not None
@@ -104,13 +102,13 @@ def test_a_large_gradient_among_small_ones_is_measured_exactly_too(poison: float
         assert found.norm == pytest.approx(poison, rel=1e-6)
 
 
-def test_the_smallest_gradients_are_measured_together() -> None:
+def test_the_smallest_gradients_are_measured_at_once() -> None:
     assert split_by_size([8, 1 << 18, 1 << 17, 4]) == ([0, 2, 3], [1])
     assert split_by_size([1 << 19]) == ([], [0])
     assert split_by_size([]) == ([], [])
 
 
-def test_plans_that_share_memory_measure_their_own_gradients() -> None:
+def test_plans_with_shared_memory_measure_their_own_gradients() -> None:
     named = make_parameters()
     meter = Meter(named)
     whole, second = [p.grad for _, p in named], named[1][1]
@@ -122,7 +120,7 @@ def test_plans_that_share_memory_measure_their_own_gradients() -> None:
         assert list(read_table(meter).norms.values()) == pytest.approx(wanted, rel=2e-6)
 
 
-def test_the_memory_for_magnitudes_has_the_dtype_of_the_gradients_whatever_the_default() -> None:
+def test_the_buffer_for_magnitudes_has_the_dtype_of_the_gradients_under_any_default() -> None:
     named = make_parameters()
     expected = measure_twice(named)[1]
     before = torch.get_default_dtype()
@@ -157,7 +155,7 @@ def test_views_of_the_same_numbers_give_the_same_bits(change: str, is_part_of_a_
     assert m.take_to_host(Transfer())[1:] == expected[1:]
 
 
-def test_a_gradient_that_goes_missing_or_changes_its_kind_is_seen() -> None:
+def test_a_gradient_that_disappears_or_changes_its_type_is_noticed() -> None:
     named = make_parameters()
     meter = Meter(named)
     assert meter.measure() is not None
@@ -178,7 +176,7 @@ IMPLEMENTATIONS = [Implementation.FOREACH, Implementation.TRITON, Implementation
 
 
 def make_meter(named: list[tuple[str, Tensor]], implementation: Implementation) -> Meter:
-    """Return a Meter whose kernels Triton's interpreter runs: a Meter itself asks for CUDA first."""
+    """Return a Meter whose kernels run in Triton's interpreter: a Meter itself tries CUDA first."""
     if implementation is Implementation.TRITON:
         pytest.importorskip("triton")
         if torch.cuda.is_available():
@@ -197,13 +195,13 @@ def read_table(meter: Meter) -> GradientTable:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("size", [5, 40], ids=["shrunk", "grown"])
 @pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
-def test_a_parameter_of_another_size_is_measured_to_its_end_and_not_beyond(
+def test_a_parameter_of_another_size_is_measured_exactly(
     implementation: Implementation, size: int, is_large: bool
 ) -> None:
     named = [("resized", nn.Parameter(torch.zeros(20))), ("same", nn.Parameter(torch.zeros(7)))]
-    if is_large:  # too many for the short way
+    if is_large:  # too many for the fast path
         named.append(("large", nn.Parameter(torch.zeros(1 << 18))))
-    memory = torch.ones(40)  # both gradients begin at the same address
+    memory = torch.ones(40)  # both gradients start at the same address
     meter = make_meter(named, implementation)
     for num in (20, size):
         named[0][1].data, named[0][1].grad = torch.zeros(num), None
@@ -219,7 +217,7 @@ def test_a_parameter_of_another_size_is_measured_to_its_end_and_not_beyond(
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def test_rules_that_leave_out_plain_readings_would_have_said_and_learnt_nothing() -> None:
+def test_rules_that_skip_plain_readings_would_have_reported_and_learnt_nothing() -> None:
     table = GradientTable(("a", "b"), (4, 4), [1.0, 0.5, 0.0, 0.0, 0.0] * 2)
     left_out = [rule for rule in standard_rules(DetectConfig()) if not getattr(rule, "hears_plain", True)]
     assert len(left_out) >= 6
@@ -238,7 +236,7 @@ def test_rules_that_leave_out_plain_readings_would_have_said_and_learnt_nothing(
 # --- buffers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_buffer_that_a_model_gets_later_is_kept_too() -> None:
+def test_a_buffer_added_later_is_protected_too() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     keeper = BufferKeeper(model)
     keeper.begin(anew=True)

@@ -1,4 +1,4 @@
-"""Rolling back is exact: what comes after it is the run that never had the batches in between."""
+"""A rollback is exact: the training after it equals one that never had the batches in between."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 
 
 class Training:
-    """A small training with all that moves: batch norm, dropout, scheduler, scaler, EMA, three random generators."""
+    """A small training with everything that changes: batch norm, dropout, scheduler, scaler, EMA, three generators."""
 
     def __init__(self, make: Make, config: SnapshotConfig = EAGER) -> None:
         torch.manual_seed(1)
@@ -77,7 +77,7 @@ class Training:
 
 
 @every_optimizer
-def test_training_on_from_a_snapshot_is_the_run_that_never_had_the_batches(make: Make) -> None:
+def test_training_after_a_restore_equals_a_run_without_the_undone_batches(make: Make) -> None:
     batches = make_batches(14)
     rolled = Training(make)
     rolled.train(batches[:5])
@@ -97,12 +97,12 @@ def test_training_on_from_a_snapshot_is_the_run_that_never_had_the_batches(make:
 
     clean = Training(make)
     clean.train(batches[:5])
-    restore_random(generators)  # what was drawn for the batches that are gone is not drawn again
+    restore_random(generators)  # the draws for the undone batches are not repeated
     clean.train(batches[9:])
     assert_same(result, clean.look())
 
 
-def test_random_generators_are_the_users_and_move_on() -> None:
+def test_random_generators_belong_to_the_user_and_move_on() -> None:
     training = Training(OPTIMIZERS["SGD"])
     training.snapshots.take(0)
     training.train(make_batches(3))
@@ -116,7 +116,7 @@ def test_random_generators_are_the_users_and_move_on() -> None:
 
 
 @every_optimizer
-def test_state_that_the_optimizer_gained_later_is_removed_again(make: Make) -> None:
+def test_optimizer_state_created_later_is_removed(make: Make) -> None:
     training = Training(make)
     at_start = training.look()
     assert training.snapshots.take(0)
@@ -130,7 +130,7 @@ def test_state_that_the_optimizer_gained_later_is_removed_again(make: Make) -> N
 
 
 class Slow(torch.optim.SGD):
-    """Keeps slow weights behind a `state_dict` of its own."""
+    """Keeps slow weights behind a custom `state_dict`."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1, momentum=0.9)
@@ -152,7 +152,7 @@ class Slow(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("keeps_rates", [True, False])
-def test_an_optimizers_own_state_goes_back_although_a_group_came_later(keeps_rates: bool) -> None:
+def test_an_optimizers_custom_state_is_restored_even_if_a_group_was_added(keeps_rates: bool) -> None:
     model, later = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer = Slow(model.parameters())
     snapshots = Snapshots(model, [optimizer], config=EAGER, owns_rate=lambda _: not keeps_rates)
@@ -175,7 +175,7 @@ def test_an_optimizers_own_state_goes_back_although_a_group_came_later(keeps_rat
     step()
 
 
-def test_objects_stay_the_same() -> None:
+def test_objects_keep_their_identity() -> None:
     training = Training(OPTIMIZERS["AdamW"])
     training.train(make_batches(2))
     training.snapshots.take(2)
@@ -193,7 +193,7 @@ def test_objects_stay_the_same() -> None:
     assert "params" in group
 
 
-def test_a_snapshot_can_be_restored_again_and_again() -> None:
+def test_a_snapshot_can_be_restored_repeatedly() -> None:
     training = Training(OPTIMIZERS["AdamW"])
     training.train(make_batches(4))
     training.snapshots.take(4)
@@ -205,7 +205,7 @@ def test_a_snapshot_can_be_restored_again_and_again() -> None:
         assert_same(training.look(), at_snapshot)
 
 
-def test_the_factor_on_the_rates_goes_back_with_the_rest() -> None:
+def test_the_factor_on_the_rates_is_restored_too() -> None:
     training = Training(OPTIMIZERS["SGD"])
     training.rates.scale_lr(0.5)
     training.train(make_batches(2))
@@ -220,7 +220,7 @@ def test_the_factor_on_the_rates_goes_back_with_the_rest() -> None:
 
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["AdamW tensor lr"]], ids=["number", "tensor"])
-def test_the_factors_of_today_can_be_kept_and_count_once(make: Make) -> None:
+def test_current_factors_can_be_kept_and_count_once(make: Make) -> None:
     training, plain = Training(make), Training(make)
     plain.train(make_batches(2))
     training.rates.scale_lr(0.5)
@@ -259,7 +259,7 @@ class Odd(nn.Module):
         self.register_buffer("expanded", torch.arange(3.0).expand(2, 3))
 
 
-def test_odd_tensors_come_back() -> None:
+def test_unusual_tensors_are_restored() -> None:
     model = Odd()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p is not model.empty], lr=0.1)
     snapshots = Snapshots(model, [optimizer], config=EAGER)
@@ -272,7 +272,7 @@ def test_odd_tensors_come_back() -> None:
     model.left.add_(1)
     model.graph = torch.ones(3, 3).to_sparse()
     model.absent = torch.ones(2)
-    assert snapshots.healthy_step(0) == [], "a mask of -inf is no fault"
+    assert snapshots.healthy_step(0) == [], "a mask of -inf is not a fault"
 
     assert snapshots.restore() == 0
 
@@ -307,7 +307,7 @@ def test_an_optimizer_state_in_another_dtype_is_not_cast() -> None:
     assert "later" not in optimizer.state[weight]
 
 
-# --- which ones are good -------------------------------------------------------------------------------------------
+# --- which snapshots are good --------------------------------------------------------------------------------------
 
 
 def make_snapshots(config: SnapshotConfig, size: int = 8) -> tuple[nn.Linear, Snapshots]:
@@ -318,12 +318,12 @@ def make_snapshots(config: SnapshotConfig, size: int = 8) -> tuple[nn.Linear, Sn
 def test_a_snapshot_is_good_only_after_enough_healthy_steps_beyond_it() -> None:
     _, snapshots = make_snapshots(SnapshotConfig(good_after=3))
     snapshots.take(5)
-    for step, good in ((4, None), (5, None), (6, None), (7, 5)):  # step 4 came before it and does not count
+    for step, good in ((4, None), (5, None), (6, None), (7, 5)):  # step 4 was before it and does not count
         snapshots.healthy_step(step)
         assert snapshots.newest_good == good
 
 
-def test_trouble_makes_it_count_anew_and_leaves_good_ones_good() -> None:
+def test_a_bad_step_restarts_the_count_and_leaves_good_ones_good() -> None:
     _, snapshots = make_snapshots(SnapshotConfig(good_after=2))
     snapshots.take(1)
     snapshots.healthy_step(1)
@@ -338,10 +338,10 @@ def test_trouble_makes_it_count_anew_and_leaves_good_ones_good() -> None:
     assert snapshots.newest_good == 3
 
 
-def test_one_taken_in_trouble_never_becomes_good() -> None:
+def test_a_snapshot_taken_during_bad_steps_never_becomes_good() -> None:
     _, snapshots = make_snapshots(SnapshotConfig(good_after=1))
     snapshots.take(3)
-    snapshots.unhealthy(2)  # judged late: step 2 was bad before the snapshot was taken
+    snapshots.unhealthy(2)  # judged late: step 2 failed before the snapshot was taken
     assert not snapshots.due(1000)
     assert not snapshots.take(4), "the last step was not healthy"
     for step in range(3, 9):
@@ -371,7 +371,7 @@ def test_a_poisoned_snapshot_never_becomes_good(poison: float, where: str) -> No
     assert training.snapshots.newest_good == 2
 
 
-def test_a_poisoned_start_is_nothing_to_go_back_to() -> None:
+def test_a_poisoned_start_is_never_restored() -> None:
     model, snapshots = make_snapshots(SnapshotConfig())
     model.weight.data[0, 0] = math.nan
     snapshots.take(0)
@@ -380,7 +380,7 @@ def test_a_poisoned_start_is_nothing_to_go_back_to() -> None:
         snapshots.restore()
 
 
-def test_the_untrained_state_will_do_while_none_is_good() -> None:
+def test_the_untrained_state_is_used_while_no_snapshot_is_good() -> None:
     model, snapshots = make_snapshots(SnapshotConfig(good_after=20))
     before = model.weight.detach().clone()
     snapshots.take(0)
@@ -390,7 +390,7 @@ def test_the_untrained_state_will_do_while_none_is_good() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_a_later_state_that_is_not_good_will_not_do() -> None:
+def test_a_later_state_that_is_not_good_is_not_used() -> None:
     _, snapshots = make_snapshots(SnapshotConfig(good_after=20))
     snapshots.take(7)
     snapshots.healthy_step(7)
@@ -399,7 +399,7 @@ def test_a_later_state_that_is_not_good_will_not_do() -> None:
 
 
 def fill(snapshots: Snapshots, model: nn.Linear, steps: Iterable[int]) -> None:
-    """A snapshot at each step, whose weights hold the step's number; each but the last becomes good."""
+    """Take a snapshot at each step, with the step's number as weights; each but the last becomes good."""
     for step in steps:
         model.weight.data.fill_(step)
         snapshots.take(step)
@@ -421,7 +421,7 @@ def test_older_goes_further_back_each_time() -> None:
     assert snapshots.restore() == 1, "newer ones are gone"
 
 
-def test_older_than_the_last_restore_although_a_newer_one_became_good() -> None:
+def test_a_restore_is_older_than_the_last_one_although_a_newer_snapshot_became_good() -> None:
     model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=5))
     fill(snapshots, model, (1, 2))
     assert snapshots.restore() == 2
@@ -429,7 +429,7 @@ def test_older_than_the_last_restore_although_a_newer_one_became_good() -> None:
     assert snapshots.restore(older=True) == 1
 
 
-# --- when, and how much memory -------------------------------------------------------------------------------------
+# --- schedule and memory -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_older_than_the_last_restore_although_a_newer_one_became_good() -> None:
         (SnapshotConfig(max_bytes=3 << 20), 4, "up to 3 snapshots in host memory: SnapshotConfig.max_bytes is 3.0 MiB"),
     ],
 )
-def test_the_memory_that_they_may_take_is_logged_at_the_start(
+def test_the_memory_limit_is_logged_at_the_start(
     caplog: pytest.LogCaptureFixture, config: SnapshotConfig, ranks: int, said: str
 ) -> None:
     caplog.set_level("INFO", logger="steadygrad")
@@ -449,13 +449,13 @@ def test_the_memory_that_they_may_take_is_logged_at_the_start(
     assert said in caplog.text
 
 
-def test_the_ring_keeps_the_newest_and_never_gives_up_the_last_good_one() -> None:
+def test_the_ring_keeps_the_newest_snapshots_and_always_the_last_good_one() -> None:
     model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=3))
     fill(snapshots, model, range(1, 7))
     held = snapshots.bytes_held
     assert held == 3 * (8 * 8 * 4 + 64)  # weight and bias, each on 64 bytes
     assert snapshots.describe() == "3 snapshots in 960 bytes of host memory, newest good at step 6"
-    for step in range(10, 20):  # none of these becomes good
+    for step in range(10, 20):  # none of them becomes good
         snapshots.take(step)
     assert snapshots.newest_good == 6
     assert snapshots.bytes_held == held, "memory is reused"
@@ -471,14 +471,14 @@ def test_memory_is_bounded_and_fewer_are_kept() -> None:
     assert snapshots.restore(older=True) == 6
 
 
-def test_with_room_for_one_it_is_replaced() -> None:
+def test_with_space_for_one_it_is_replaced() -> None:
     model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=1))
     fill(snapshots, model, range(1, 5))
     assert snapshots.restore() == 4
     assert model.weight[0, 0] == 4
 
 
-def test_when_none_fits_they_are_off_and_say_so() -> None:
+def test_if_none_fits_snapshots_are_off_and_this_is_reported() -> None:
     _, snapshots = make_snapshots(SnapshotConfig(max_bytes=100))
     assert not snapshots.take(0)
     assert not snapshots.due(1000)
@@ -489,17 +489,17 @@ def test_when_none_fits_they_are_off_and_say_so() -> None:
 
 
 @pytest.mark.parametrize("slowly", [False, True])
-def test_blocks_come_in_their_order_whatever_thread_pins_them(monkeypatch: pytest.MonkeyPatch, slowly: bool) -> None:
+def test_blocks_are_in_order_whatever_thread_pins_them(monkeypatch: pytest.MonkeyPatch, slowly: bool) -> None:
     threads = set()
 
     def pin(size: int, _events: object) -> Tensor:
         threads.add(threading.get_ident())
-        time.sleep(0.02 if size == sizes[0] else 0.0)  # the first is done last
+        time.sleep(0.02 if size == sizes[0] else 0.0)  # the first finishes last
         return torch.empty(size, dtype=torch.uint8)
 
     monkeypatch.setattr("steadygrad.act.pinned_memory.pin", pin)
     monkeypatch.setattr("steadygrad.act.pinned_memory.PACE", 0.0)
-    sizes = [(70 - i) << 21 for i in range(8)]  # each takes a whole block
+    sizes = [(70 - i) << 21 for i in range(8)]  # each uses a whole block
     memory = PinnedMemory(pinned=True)
     memory.prepare(sizes, slowly=slowly)
     memory._finish()
@@ -507,7 +507,7 @@ def test_blocks_come_in_their_order_whatever_thread_pins_them(monkeypatch: pytes
     assert (len(threads) == 1) == slowly
 
 
-def test_a_block_that_cannot_be_pinned_is_an_error_for_the_one_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_cannot_be_pinned_raises_in_the_waiting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def pin(size: int, _events: object) -> Tensor:
         if size < 66 << 21:
             raise MemoryError("no more pages")
@@ -520,7 +520,7 @@ def test_a_block_that_cannot_be_pinned_is_an_error_for_the_one_who_waits(monkeyp
         memory.make_room([])
 
 
-def test_a_state_that_has_grown_is_pinned_beside_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grown_state_is_also_pinned_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     add = PinnedMemory._add
     pinning: list[tuple[int, bool]] = []
@@ -538,7 +538,7 @@ def test_a_state_that_has_grown_is_pinned_beside_training_too(monkeypatch: pytes
     step = 0
     model = nn.Linear(2048, 512)
     optimizer = torch.optim.AdamW(model.parameters())
-    grown = nn.Module()  # gains a tensor later, as an optimizer does that averages the weights
+    grown = nn.Module()  # gains a tensor later, like an optimizer that averages weights
     snapshots = Pinned(
         model, [optimizer], extras={"grown": grown}, config=SnapshotConfig(good_after=1, every=10, keep=3)
     )
@@ -558,7 +558,7 @@ def test_a_state_that_has_grown_is_pinned_beside_training_too(monkeypatch: pytes
     assert any(when > 3 for when, _ in pinning), "the larger state needed memory"
 
 
-def test_optimizer_state_that_comes_later_counts() -> None:
+def test_optimizer_state_added_later_counts() -> None:
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     snapshots = Snapshots(model, [optimizer], config=SnapshotConfig(max_bytes=40_000))
@@ -572,7 +572,7 @@ def test_optimizer_state_that_comes_later_counts() -> None:
     assert snapshots.bytes_held == 0
 
 
-def test_switched_off_takes_nothing() -> None:
+def test_disabled_snapshots_use_no_memory() -> None:
     _, snapshots = make_snapshots(SnapshotConfig(enabled=False))
     assert not snapshots.due(0)
     assert not snapshots.take(0)
@@ -597,7 +597,7 @@ def test_a_short_run_has_a_useful_ring() -> None:
 
 def test_an_extra_that_refers_to_the_optimizer_does_not_copy_it() -> None:
     class Holds:
-        """Its state refers to the optimizer, which must not be copied with it."""
+        """Its state refers to the optimizer, which must not be copied."""
 
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer
@@ -621,7 +621,7 @@ def test_an_extra_that_refers_to_the_optimizer_does_not_copy_it() -> None:
 
 
 @pytest.mark.parametrize("field", ["every", "keep", "good_after", "max_bytes", "skip_batches"])
-def test_a_setting_that_cannot_be_meant_is_named(field: str) -> None:
+def test_an_invalid_setting_is_named(field: str) -> None:
     with pytest.raises(ConfigError, match=f"SnapshotConfig.{field}"):
         SnapshotConfig(**{field: 0})
 
@@ -633,7 +633,7 @@ def test_the_settings_are_read_from_plain_values() -> None:
     assert copy.deepcopy(config) == config
 
 
-def test_a_large_state_is_not_copied_more_often_early_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_state_is_not_copied_more_often_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 4)
     config, optimizers = SnapshotConfig(every=100), [torch.optim.SGD(model.parameters())]
     snapshots = Snapshots(model, optimizers, config=config)
@@ -648,7 +648,7 @@ def test_a_large_state_is_not_copied_more_often_early_in_a_run(monkeypatch: pyte
 
 
 class Pinned(Snapshots):
-    """Snapshots that take host memory for a device's: blocks are pinned, as far as they know."""
+    """Snapshots that behave as if on a device: they believe that blocks are pinned."""
 
     _is_pinned = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]
 
@@ -657,7 +657,7 @@ class Pinned(Snapshots):
 
 
 @pytest.mark.parametrize("is_ranked", [False, True], ids=["alone", "ranks"])
-def test_a_snapshot_waits_for_its_memory_and_training_does_not(
+def test_a_snapshot_waits_for_its_memory_but_training_does_not(
     monkeypatch: pytest.MonkeyPatch, is_ranked: bool
 ) -> None:
     empty, finish, goes_on = torch.empty, PinnedMemory._finish, threading.Event()
@@ -674,7 +674,7 @@ def test_a_snapshot_waits_for_its_memory_and_training_does_not(
 
     monkeypatch.setattr("steadygrad.act.pinned_memory.pin", pin)
     monkeypatch.setattr("steadygrad.act.pinned_memory.PACE", 0.0)
-    monkeypatch.setattr("steadygrad.act.snapshots.look", lambda *_: None)  # the copy looks at them too
+    monkeypatch.setattr("steadygrad.act.snapshots.look", lambda *_: None)  # the copy checks them too
     monkeypatch.setattr(PinnedMemory, "_finish", finish_and_tell)
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **kwargs: empty(*sizes, **kwargs))
     model = nn.Linear(64, 64)
@@ -684,7 +684,7 @@ def test_a_snapshot_waits_for_its_memory_and_training_does_not(
     snapshots = Pinned(model, [optimizer], config=config, agree=set if is_ranked else None)
     taken = []
     for step in range(60):
-        if step in (1, 33):  # slow from the second snapshot on; there is time again after step 33
+        if step in (1, 33):  # slow from the second snapshot on; fast again after step 33
             goes_on.clear() if step == 1 else goes_on.set()
         if snapshots.due(step) and snapshots.take(step):
             taken.append(step)
@@ -698,7 +698,7 @@ def test_a_snapshot_waits_for_its_memory_and_training_does_not(
 
 
 @pytest.mark.parametrize("value", [1e30, math.inf, math.nan], ids=["squares overflow", "inf", "nan"])
-def test_only_what_is_not_finite_spoils_a_snapshot(value: float) -> None:
+def test_only_nonfinite_values_disqualify_a_snapshot(value: float) -> None:
     model = nn.Linear(4, 4)
     snapshots = Snapshots(model, [torch.optim.SGD(model.parameters())], config=EAGER)
     nn.init.constant_(model.weight, value)

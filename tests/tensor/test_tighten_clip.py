@@ -1,4 +1,4 @@
-"""`tighten_clip`, an answer that a policy may give: the fixed threshold is lowered, held, told and put back."""
+"""`tighten_clip`, an action for policies: the fixed threshold is lowered, kept, reported and restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIGHTENS = Policy(actions={"trouble": Action.TIGHTEN_CLIP}, cooldown_steps=5)
 
 
 class Trouble:
-    """A rule of one's own that speaks at certain steps."""
+    """A custom rule that reports at certain steps."""
 
     name = "trouble"
 
@@ -55,7 +55,7 @@ def step(model: nn.Module, guard: Guard) -> float:
     return guard.last.clip_coefficient * guard.last.grad_norm
 
 
-def test_the_threshold_is_halved_from_the_next_step_on_and_told() -> None:
+def test_the_threshold_is_halved_from_the_next_step_on_and_reported() -> None:
     model, guard = make({2})
     norms = [step(model, guard) for _ in range(5)]
     assert norms == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.5], rel=1e-5)
@@ -74,7 +74,7 @@ def test_it_has_a_cooldown_and_a_budget() -> None:
     assert norms[-1] == pytest.approx(0.125, rel=1e-5)
 
 
-def test_a_resumed_run_clips_as_the_one_that_was_left(tmp_path: Path) -> None:
+def test_a_resumed_run_clips_like_the_interrupted_one(tmp_path: Path) -> None:
     model, guard = make({1}, run_dir=tmp_path)
     for _ in range(3):
         step(model, guard)
@@ -85,7 +85,7 @@ def test_a_resumed_run_clips_as_the_one_that_was_left(tmp_path: Path) -> None:
     assert step(model, guard) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_strategy_without_a_fixed_threshold_is_left_alone_and_says_so() -> None:
+def test_a_strategy_without_a_fixed_threshold_is_unchanged_and_this_is_reported() -> None:
     model, guard = make({1}, clip=ZClip())
     for _ in range(3):
         step(model, guard)

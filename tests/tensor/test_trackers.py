@@ -54,7 +54,7 @@ def test_mlflow_has_the_curves_and_the_text_of_each_incident(tmp_path: Path, mon
     assert "the loss is NaN" in Path(client.download_artifacts(sink.run_id, text, str(tmp_path))).read_text()
 
 
-def test_mlflow_leaves_a_run_that_was_open_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_keeps_an_open_run_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="no mlflow: pip install 'steadygrad[mlflow]'")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
@@ -62,7 +62,7 @@ def test_mlflow_leaves_a_run_that_was_open_open(tmp_path: Path, monkeypatch: pyt
         train(MlflowSink(every=5))
         assert mlflow.active_run().info.run_id == run.info.run_id
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "grad/norm")
-    assert [point.step for point in history] == [0, 3, 5]  # and the skipped one
+    assert [point.step for point in history] == [0, 3, 5]  # including the skipped one
 
 
 def test_trackio_has_the_curves_an_alert_and_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,5 +77,5 @@ def test_trackio_has_the_curves_an_alert_and_the_text(tmp_path: Path, monkeypatc
     assert len(texts) == 1
     assert "the loss is NaN" in texts[0]
     assert any("grad/layer_norms" in row for row in logs)
-    alerts = trackio.SQLiteStorage.get_alerts("demo")  # on a busy machine trackio itself may send one again
+    alerts = trackio.SQLiteStorage.get_alerts("demo")  # trackio itself may send one again on a busy machine
     assert {alert["title"] for alert in alerts} == {"steadygrad: nonfinite_loss at step 3"}

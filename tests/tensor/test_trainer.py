@@ -34,7 +34,7 @@ STAGES = (
 
 
 class Crash(Exception):
-    """The process is gone."""
+    """Simulates the death of the process."""
 
 
 def freeze(model: nn.Module, frozen: bool) -> None:
@@ -77,7 +77,7 @@ def assert_same(one: Trainer, other: Trainer) -> None:
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_quiet_training_has_the_weights_of_the_plain_loop() -> None:
+def test_a_quiet_training_gives_the_weights_of_the_plain_loop() -> None:
     model, (loader, _) = make_model(), make_loaders()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=1e-4)
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_a_quiet_training_has_the_weights_of_the_plain_loop() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), weights_of(trainer)))
 
 
-def test_accumulated_batches_step_like_one_large_batch_and_a_short_rest_counts_in_full() -> None:
+def test_accumulated_batches_equal_one_large_batch_and_a_short_rest_counts_fully() -> None:
     config = dataclasses.replace(CONFIG, epochs=1, accumulation_steps=3, max_grad_norm=None)
     plain = nn.Linear(6, 1)
     start = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -113,7 +113,7 @@ def test_accumulated_batches_step_like_one_large_batch_and_a_short_rest_counts_i
 
     assert stats["num_steps"] == 2
     for own, wanted in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)  # a mean of means, summed in another order
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)  # a mean of means, in another order of summation
 
 
 def test_evaluating_more_often_does_not_change_the_training() -> None:
@@ -127,7 +127,7 @@ def test_evaluating_more_often_does_not_change_the_training() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights_of(often), weights_of(never)))
 
 
-def test_a_bad_batch_kills_the_unprotected_training_and_is_skipped_by_the_protected() -> None:
+def test_a_bad_batch_ruins_an_unguarded_training_and_is_skipped_by_the_trainer() -> None:
     data = list(make_loaders()[0])
     ends = {}
     for protect in (True, False):
@@ -140,7 +140,7 @@ def test_a_bad_batch_kills_the_unprotected_training_and_is_skipped_by_the_protec
     assert "STEADYGRAD" not in os.environ
 
 
-def test_norms_and_losses_of_skipped_steps_are_in_no_average() -> None:
+def test_norms_and_losses_of_skipped_steps_are_excluded_from_averages() -> None:
     trainer = make_trainer()
 
     trainer.train(list(poison_batches(list(make_loaders()[0]), at={3})))
@@ -152,15 +152,15 @@ def test_norms_and_losses_of_skipped_steps_are_in_no_average() -> None:
 
 
 def test_the_line_of_an_epoch_has_losses_and_mean_and_maximum_of_the_norm() -> None:
-    told: list[str] = []
-    trainer = Trainer(make_model(), CONFIG, loss_fn=mse_loss, tell=told.append)
+    printed: list[str] = []
+    trainer = Trainer(make_model(), CONFIG, loss_fn=mse_loss, tell=printed.append)
 
     trainer.train(*make_loaders())
 
     last = trainer.train_history[-1]
-    assert len(told) == 2
-    assert told[-1].startswith(f"Epoch 2/2: loss={last['loss']:.4f}, val_loss=")
-    assert f"grad avg={last['grad_norm_mean']:.4g} max={last['grad_norm_max']:.4g}, lr=0.01" in told[-1]
+    assert len(printed) == 2
+    assert printed[-1].startswith(f"Epoch 2/2: loss={last['loss']:.4f}, val_loss=")
+    assert f"grad avg={last['grad_norm_mean']:.4g} max={last['grad_norm_max']:.4g}, lr=0.01" in printed[-1]
 
 
 def test_the_terms_of_a_loss_are_in_the_record(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_terms_of_a_loss_are_in_the_record(tmp_path: Path) -> None:
     assert set(line["extra"]) == {"fit", "size"}
 
 
-def test_a_model_may_return_its_own_loss_from_a_dict_of_inputs() -> None:
+def test_a_model_may_compute_its_loss_from_a_dict_of_inputs() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -213,7 +213,7 @@ def test_auto_is_fp32_on_a_cpu() -> None:
     assert make_trainer(dataclasses.replace(CONFIG, precision="auto")).guard_config.autocast is None
 
 
-def test_warm_up_and_cosine_move_the_rate_at_each_applied_step() -> None:
+def test_warm_up_and_cosine_change_the_rate_at_each_applied_step() -> None:
     rates: list[float] = []
 
     class Watching(Trainer):
@@ -232,7 +232,7 @@ def test_warm_up_and_cosine_move_the_rate_at_each_applied_step() -> None:
 # --- stages, averages, stopping ---------------------------------------------------------------------------------------
 
 
-def test_a_stage_trains_what_it_prepares_and_numbers_go_on(tmp_path: Path) -> None:
+def test_a_stage_trains_what_it_prepares_and_step_numbers_continue(tmp_path: Path) -> None:
     frozen: list[tuple[str, bool]] = []
 
     class Watching(Trainer):
@@ -250,14 +250,14 @@ def test_a_stage_trains_what_it_prepares_and_numbers_go_on(tmp_path: Path) -> No
     assert [epoch["epoch"] for epoch in trainer.train_history] == [0, 1, 2, 3]
 
 
-def test_a_second_training_begins_with_the_first_stage_again() -> None:
+def test_a_second_training_starts_with_the_first_stage_again() -> None:
     trainer = make_trainer(stages=STAGES)
     trainer.train(make_loaders()[0])
     trainer.train(make_loaders()[0])
     assert [entry["stage"] for entry in trainer.train_history] == ["frozen", "frozen", "free", "free"] * 2
 
 
-def test_incidents_of_every_stage_are_told() -> None:
+def test_incidents_of_every_stage_are_reported() -> None:
     trainer = make_trainer(stages=STAGES)
 
     trainer.train(list(poison_batches(list(make_loaders()[0]), at={3})))
@@ -266,7 +266,7 @@ def test_incidents_of_every_stage_are_told() -> None:
     assert steps == {3, 10, 17, 24}
 
 
-def test_the_averaged_weights_are_what_is_evaluated() -> None:
+def test_the_averaged_weights_are_evaluated() -> None:
     trainer = make_trainer(dataclasses.replace(CONFIG, ema_decay=0.9))
     trainer.train(*make_loaders())
     assert trainer.ema is not None
@@ -278,7 +278,7 @@ def test_the_averaged_weights_are_what_is_evaluated() -> None:
     assert averaged != pytest.approx(last, rel=1e-3)
 
 
-def test_patience_ends_a_stage_and_the_next_one_begins() -> None:
+def test_patience_ends_a_stage_and_the_next_one_starts() -> None:
     class Worse(Trainer):
         def evaluate(self, val_loader: Any) -> dict[str, float]:
             return {"loss": float(len(self.val_history))}
@@ -290,7 +290,7 @@ def test_patience_ends_a_stage_and_the_next_one_begins() -> None:
     assert [epoch["stage"] for epoch in trainer.train_history] == ["frozen"] * 3 + ["free"] * 3
 
 
-def test_modules_that_a_stage_holds_in_eval_mode_stay_so_after_an_evaluation() -> None:
+def test_modules_kept_in_eval_mode_by_a_stage_stay_so_after_an_evaluation() -> None:
     stage = Stage(prepare=lambda model: model.get_submodule("1").eval() and None)
     trainer = make_trainer(stages=[stage])
     before = trainer.model.get_buffer("1.running_mean").clone()
@@ -307,7 +307,7 @@ LONG = dataclasses.replace(CONFIG, accumulation_steps=2, eval_every=3, save_ever
 
 
 def crash_at(call: int, how: Callable[[], None]) -> type[Trainer]:
-    """A Trainer to which something happens in its forward number `call`."""
+    """A Trainer that fails in forward number `call`."""
 
     class Crashing(Trainer):
         num_calls = 0
@@ -327,7 +327,7 @@ def crash() -> None:
 
 
 @pytest.mark.parametrize("call", [5, 12, 14, 15, 18, 27])
-def test_a_training_that_dies_anywhere_goes_on_bit_for_bit(call: int, tmp_path: Path) -> None:
+def test_a_training_killed_anywhere_continues_bit_for_bit(call: int, tmp_path: Path) -> None:
     whole = make_trainer(LONG, stages=STAGES, run_dir=tmp_path / "whole")
     whole.train(*make_loaders())
     crashing = crash_at(call, crash)(make_model(), LONG, stages=STAGES, loss_fn=mse_loss, run_dir=tmp_path / "cut")
@@ -344,8 +344,8 @@ def test_a_training_that_dies_anywhere_goes_on_bit_for_bit(call: int, tmp_path: 
 
 
 @pytest.mark.parametrize("call", [6, 12, 20])
-def test_a_training_that_is_told_to_stop_goes_on_bit_for_bit(call: int, tmp_path: Path) -> None:
-    """Call 6 ends step 3, after which an evaluation is due that the signal leaves undone."""
+def test_a_training_stopped_by_a_signal_continues_bit_for_bit(call: int, tmp_path: Path) -> None:
+    """Call 6 ends step 3, after which the signal prevents a due evaluation."""
     whole = make_trainer(LONG, stages=STAGES, run_dir=tmp_path / "whole")
     whole.train(*make_loaders())
     stop = crash_at(call, lambda: signal.raise_signal(signal.SIGTERM))
@@ -361,7 +361,7 @@ def test_a_training_that_is_told_to_stop_goes_on_bit_for_bit(call: int, tmp_path
     assert_same(whole, resumed)
 
 
-def test_a_higher_limit_of_steps_goes_on_in_the_middle_of_the_epoch(tmp_path: Path) -> None:
+def test_a_higher_step_limit_continues_in_the_middle_of_the_epoch(tmp_path: Path) -> None:
     config = dataclasses.replace(LONG, schedule="constant")
     whole = make_trainer(config)
     whole.train(*make_loaders())
@@ -375,7 +375,7 @@ def test_a_higher_limit_of_steps_goes_on_in_the_middle_of_the_epoch(tmp_path: Pa
     assert_same(whole, resumed)
 
 
-def test_there_is_nothing_to_resume_in_a_new_directory_and_a_wrong_path_is_told(tmp_path: Path) -> None:
+def test_a_new_directory_has_nothing_to_resume_and_a_wrong_path_is_reported(tmp_path: Path) -> None:
     trainer = make_trainer(run_dir=tmp_path / "new")
     assert trainer.resume() is None
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
@@ -384,14 +384,14 @@ def test_there_is_nothing_to_resume_in_a_new_directory_and_a_wrong_path_is_told(
         make_trainer().resume()
 
 
-def test_a_checkpoint_of_a_stage_that_is_no_longer_there_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_removed_stage_is_reported(tmp_path: Path) -> None:
     make_trainer(stages=STAGES, run_dir=tmp_path).train(make_loaders()[0])
     fewer = make_trainer(stages=STAGES[1:], run_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"saved in stage 2, and this training has 1\. Resume with the same"):
         fewer.resume()
 
 
-def test_the_last_three_checkpoints_stay_and_the_best(tmp_path: Path) -> None:
+def test_the_last_three_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     trainer = make_trainer(dataclasses.replace(CONFIG, epochs=6), run_dir=tmp_path)
 
     trainer.train(*make_loaders())
@@ -402,7 +402,7 @@ def test_the_last_three_checkpoints_stay_and_the_best(tmp_path: Path) -> None:
     assert len(steps) <= 5
 
 
-def test_the_best_weights_of_a_run_can_be_loaded_averaged_ones_where_there_are(tmp_path: Path) -> None:
+def test_the_best_weights_of_a_run_can_be_loaded_averaged_if_available(tmp_path: Path) -> None:
     trainer = make_trainer(dataclasses.replace(CONFIG, ema_decay=0.9, epochs=3), run_dir=tmp_path)
     trainer.train(*make_loaders())
     model = make_model()
@@ -416,10 +416,10 @@ def test_the_best_weights_of_a_run_can_be_loaded_averaged_ones_where_there_are(t
     assert (step, loss) == (best["step"], pytest.approx(best["loss"]))
 
 
-# --- files, asking ----------------------------------------------------------------------------------------------------
+# --- files and queries ------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_file_brings_model_optimizer_and_history_back(tmp_path: Path) -> None:
+def test_a_saved_file_restores_model_optimizer_and_history(tmp_path: Path) -> None:
     trainer = make_trainer()
     trainer.train(*make_loaders())
     trainer.save_checkpoint(tmp_path / "models" / "model.pth")
@@ -429,7 +429,7 @@ def test_a_saved_file_brings_model_optimizer_and_history_back(tmp_path: Path) ->
     assert_same(trainer, other)
 
 
-def test_a_value_that_is_not_finite_goes_into_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nonfinite_values_are_not_written_to_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer()
     with torch.no_grad():
         trainer.model.get_parameter("4.weight")[0, 2] = math.nan
@@ -442,7 +442,7 @@ def test_a_value_that_is_not_finite_goes_into_no_file(tmp_path: Path, caplog: py
     assert "Model contained NaN/Inf values that were cleaned before saving" in caplog.messages
 
 
-def test_a_value_that_is_not_finite_comes_out_of_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nonfinite_values_are_not_read_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = make_model().state_dict()
     state["4.bias"][0] = math.inf
     torch.save({"model_state_dict": state}, tmp_path / "model.pth")
@@ -476,7 +476,7 @@ def test_a_file_that_wants_to_run_code_is_refused(
     assert len([m for m in caplog.messages if "cannot be loaded" in m]) == 4
 
 
-def test_what_cannot_be_trained_is_refused_by_name() -> None:
+def test_untrainable_inputs_are_refused_by_name() -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(UsageError, match=r"model must be a torch.nn.Module, got int"):
         Trainer(3)  # type: ignore[arg-type]
@@ -494,7 +494,7 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     assert make_trainer().load_checkpoint(tmp_path / "other.pth") is False
 
 
-def test_health_can_be_asked_before_and_after_training() -> None:
+def test_health_is_available_before_and_after_training() -> None:
     trainer = make_trainer()
     parts = {"model_healthy", "gradients_healthy", "losses_healthy", "parameters_healthy", "overall_healthy"}
     assert trainer.monitor_training_health() == dict.fromkeys(parts, True)
@@ -510,7 +510,7 @@ def test_health_can_be_asked_before_and_after_training() -> None:
     assert trained.get_training_stats()["current_learning_rate"] == 0.01
 
 
-def test_what_a_guard_config_says_beside_its_defaults_wins() -> None:
+def test_explicit_guard_settings_win_over_the_trainers() -> None:
     config = dataclasses.replace(CONFIG, max_grad_norm=0.5, patience=4)
     kept = make_trainer(config, guard_config=GuardConfig(clip=None)).guard_config
     own = make_trainer(config).guard_config
@@ -536,22 +536,22 @@ def test_what_a_guard_config_says_beside_its_defaults_wins() -> None:
         ("protect", "no"),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_refused_by_name(name: str, value: Any) -> None:
+def test_an_invalid_setting_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"TrainerConfig\.{name} must .*got"):
         TrainerConfig(**{name: value})
 
 
-def test_a_device_that_is_not_there_is_told() -> None:
+def test_a_missing_device_is_reported() -> None:
     with pytest.raises(UsageError, match="cannot train on device 'nowhere'"):
         make_trainer(dataclasses.replace(CONFIG, device="nowhere"))
 
 
-def test_an_empty_validation_loader_is_told() -> None:
+def test_an_empty_validation_loader_is_reported() -> None:
     with pytest.raises(UsageError, match="the validation loader has no batch"):
         make_trainer().train(make_loaders()[0], [])
 
 
-def test_the_report_of_a_training_draws_its_validation_curve(tmp_path: Path) -> None:
+def test_the_report_of_a_training_shows_its_validation_curve(tmp_path: Path) -> None:
     trainer = make_trainer(dataclasses.replace(CONFIG, eval_every=3), run_dir=tmp_path / "run")
     trainer.train(*make_loaders())
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0

@@ -1,4 +1,4 @@
-"""One walker opens every container that batches are made of, and leaves the caller's own objects alone."""
+"""One tree walker opens every container of a batch, and leaves the caller's objects alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_a_container_stays_what_it_is_and_only_its_tensors_are_changed(name: str) -> None:
+def test_a_container_keeps_its_type_and_only_its_tensors_change(name: str) -> None:
     batch = CONTAINERS[name]
 
     changed = map_tensors(batch, lambda tensor: tensor + 1)
@@ -61,13 +61,13 @@ def test_a_container_stays_what_it_is_and_only_its_tensors_are_changed(name: str
     assert all(torch.equal(tensor, torch.full((2,), 2.0)) for _, tensor in after)
 
 
-def test_what_cannot_be_copied_becomes_a_dict_and_what_has_no_tensor_stays_the_same_object() -> None:
+def test_uncopyable_objects_become_dicts_and_objects_without_tensors_stay_the_same() -> None:
     assert map_tensors(types.MappingProxyType({"a": ONE}), lambda t: t * 0)["a"].sum() == 0
     sample = Sample(ONE)
     assert map_tensors(sample, lambda tensor: tensor) is sample
 
 
-def test_a_module_is_never_opened_and_a_list_that_holds_itself_ends() -> None:
+def test_a_module_is_never_opened_and_a_self_containing_list_ends() -> None:
     model, loop = nn.Linear(2, 1), [ONE]
     loop.append(loop)  # type: ignore[arg-type]
 
@@ -88,18 +88,18 @@ def test_a_module_is_never_opened_and_a_list_that_holds_itself_ends() -> None:
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_a_spoilt_batch_keeps_its_type(batch: Any) -> None:
+def test_a_poisoned_batch_keeps_its_type(batch: Any) -> None:
     poisoned, scaled = (*poison_batches([batch], at=(0,)), *scale_batches([batch], at=(0,), factor=3.0))
-    for spoilt, expected in ((poisoned, [[torch.nan] * 3, [1.0] * 3]), (scaled, [[3.0] * 3] * 2)):
-        assert type(spoilt) is type(batch)
-        (_, first), (_, second) = find_tensors([spoilt], {})
+    for changed, expected in ((poisoned, [[torch.nan] * 3, [1.0] * 3]), (scaled, [[3.0] * 3] * 2)):
+        assert type(changed) is type(batch)
+        (_, first), (_, second) = find_tensors([changed], {})
         torch.testing.assert_close(first, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
         assert torch.equal(second, torch.zeros(2))
     assert torch.equal(next(tensor for _, tensor in find_tensors([batch], {})), torch.ones(2, 3))
 
 
 class NoClass:
-    """As a lazy proxy outside of its context."""
+    """Like a lazy proxy outside of its context."""
 
     @property
     def __class__(self) -> Any:
@@ -112,7 +112,7 @@ class NoItems(dict[str, Any]):
 
 
 @pytest.mark.parametrize("kind", [NoClass, NoItems])
-def test_what_cannot_be_opened_stays_as_it_is(kind: type) -> None:
+def test_objects_that_cannot_be_opened_stay_unchanged(kind: type) -> None:
     batch = [ONE, kind()]
 
     changed = map_tensors(batch, torch.neg)

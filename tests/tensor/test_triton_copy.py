@@ -1,4 +1,4 @@
-"""The kernel that copies a state on its device: bit for bit, and it counts what is not finite."""
+"""The kernel that copies a state on its device: bit for bit, counting non-finite values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_dtype_and_layout_is_copied_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_what_is_not_finite_is_counted_and_copied_as_it_is(value: float, dtype: torch.dtype) -> None:
+def test_nonfinite_values_are_counted_and_copied_unchanged(value: float, dtype: torch.dtype) -> None:
     tensors = [torch.randn(9000, device=DEVICE).to(dtype), torch.randn(3, device=DEVICE).to(dtype)]
     tensors[0][::1000] = value
     copies, counts = copy(tensors)

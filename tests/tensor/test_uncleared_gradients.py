@@ -1,4 +1,4 @@
-"""A loop that forgets zero_grad() is told so at its second step; a loop that clears its gradients never is."""
+"""A loop that forgets zero_grad() gets a finding at its second step; a loop that clears its gradients never does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kinds(guard: Guard) -> list[tuple[str, int]]:
     return [(finding.kind, finding.step) for finding in guard.findings if finding.kind == "stale_gradient"]
 
 
-def test_a_forgotten_zero_grad_is_told_at_the_second_step() -> None:
+def test_a_forgotten_zero_grad_is_reported_at_the_second_step() -> None:
     guard = train(lambda optimizer: None)
 
     assert kinds(guard) == [("stale_gradient", 1)]
@@ -43,13 +43,13 @@ def test_a_forgotten_zero_grad_is_told_at_the_second_step() -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_a_loop_that_clears_its_gradients_is_left_in_peace(*, set_to_none: bool, num_microbatches: int) -> None:
+def test_a_loop_that_clears_its_gradients_gets_no_finding(*, set_to_none: bool, num_microbatches: int) -> None:
     guard = train(lambda optimizer: optimizer.zero_grad(set_to_none=set_to_none), num_microbatches=num_microbatches)
 
     assert kinds(guard) == []
 
 
-def test_the_hooks_are_gone_after_the_first_steps() -> None:
+def test_the_hooks_are_removed_after_the_first_steps() -> None:
     model = nn.Linear(2, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     watched = []
@@ -62,7 +62,7 @@ def test_the_hooks_are_gone_after_the_first_steps() -> None:
     assert watched == [True] * NUM_STEPS + [False] * 2
 
 
-def test_a_new_gradient_that_was_given_the_id_of_a_cleared_one_is_not_taken_for_it() -> None:
+def test_a_new_gradient_with_the_id_of_a_cleared_one_is_not_confused_with_it() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
     watch = UnclearedGradientsWatch([("weight", parameter)])
@@ -70,19 +70,19 @@ def test_a_new_gradient_that_was_given_the_id_of_a_cleared_one_is_not_taken_for_
     freed = id(parameter.grad)
     parameter.grad = None
 
-    held = []  # the others stay, so that the freed place is given away sooner or later
+    held = []  # the others stay, so that the freed address is reused sooner or later
     while id(new := torch.zeros(2)) != freed:
         held.append(new)
         assert len(held) < 10_000
-    parameter.grad = new.add_(1)  # edited once, as a hook on the gradient may do
-    for hook in parameter._post_accumulate_grad_hooks.values():  # as a backward does
+    parameter.grad = new.add_(1)  # edited once, like a hook on the gradient would
+    for hook in parameter._post_accumulate_grad_hooks.values():  # like a backward
         hook(parameter)
 
     assert watch.take() == ()
 
 
 @pytest.mark.parametrize("how", ["close", "add_param_group"])
-def test_no_hook_stays_on_the_parameters_when_the_guard_is_closed_or_watches_others(how: str) -> None:
+def test_no_hook_remains_when_the_guard_is_closed_or_watches_other_parameters(how: str) -> None:
     model, other = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = Guard(nn.ModuleList([model, other]), optimizer)

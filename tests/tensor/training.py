@@ -1,4 +1,4 @@
-"""Small trainings that the tests share: a model, data, and the plain loop that a Guard must equal."""
+"""Small trainings shared by the tests: a model, data, and the plain loop that a Guard must equal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train_plain(
 
 
 def tensors_of(value: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Every tensor in a nested state, under its path, copied."""
+    """Return a copy of every tensor in a nested state, by path."""
     if isinstance(value, Tensor):
         return {prefix: value.detach().clone()}
     if isinstance(value, dict):
@@ -69,12 +69,12 @@ def tensors_of(value: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 def snapshot(*things: Any) -> dict[str, Tensor]:
-    """Weights, buffers and optimizer state of modules and optimizers."""
+    """Return weights, buffers and optimizer state of modules and optimizers."""
     return {k: v for i, thing in enumerate(things) for k, v in tensors_of(thing.state_dict(), str(i)).items()}
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    """Equal bit for bit; a zero on one side alone counts as equal to nothing there (lazily made moments)."""
+    """Assert bit-for-bit equality; a zero on one side equals a missing tensor on the other (lazily created moments)."""
     for key in left.keys() | right.keys():
         a, b = left.get(key), right.get(key)
         if a is None or b is None:

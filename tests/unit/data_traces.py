@@ -1,4 +1,4 @@
-"""Traces of trouble for the rules about modes, the stream of batches, losses and labels."""
+"""Faulty traces for the rules about modes, the stream of batches, losses and labels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STREAM: dict[str, Any] = {"step": 40, "tensor": "0", "num_batches": 40, "num_wor
 
 
 def labels(step: int = 0, **seen: Any) -> LabelScan:
-    """A scan of 64 labels of 8 samples, healthy unless told otherwise."""
+    """A scan of 64 labels of 8 samples, healthy by default."""
     values: dict[str, Any] = {"num_counted": 64, "num_classes": 9, "lowest": 0, "highest": 8, "num_rows": 8}
     return LabelScan(step=step, **(values | seen))
 
@@ -58,11 +58,11 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
         1,
     ),
 }
-"""Rule -> its trace, and the step that it must name."""
+"""Rule -> its trace, and the step that it must report."""
 
 EVAL_MODE = ModeScan(step=3, is_evaluation=False, is_training=False, dropouts_off=2)
 TRAIN_MODE = {
     t: ModeScan(step=t, is_evaluation=True, is_first=False, is_training=True, dropouts_on=2) for t in (20, 40)
 }
 DEPENDENCE = LabelDependence(step=70, num_samples=2048, spread=10.1, shuffled_mean=10.0, shuffled_std=1.0, entropy=1.0)
-"""For traces that readings of steps belong to."""
+"""Default readings for traces that need readings of steps."""

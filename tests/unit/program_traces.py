@@ -1,4 +1,4 @@
-"""Traces of trouble for the rules about a program's calls, its model, its ranks and its number formats."""
+"""Faulty traces for the rules about a program's calls, its model, its ranks and its number formats."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HALVES = {"dtype": "bfloat16", "num_steps": 8, "is_full_rate": True}
 
 
 def calls(**seen: Any) -> Callable[[], list[Fact]]:
-    """Four steps that show the same."""
+    """Four identical steps."""
     return lambda: [CallScan(step=t, **seen) for t in range(4)]
 
 
 def model(step: int = -1, **seen: Any) -> Callable[[], list[Fact]]:
-    """A healthy scan, then two that show the same."""
+    """A healthy scan, then two identical ones."""
     return lambda: [ModelScan(step=-1), ModelScan(step=step, **seen), ModelScan(step=step + 100, **seen)]
 
 
@@ -32,12 +32,12 @@ def ranks(**seen: Any) -> Callable[[], list[Fact]]:
 
 
 def batch(step: int) -> dict[str, Any]:
-    """A batch with a checksum of its own."""
+    """A batch with a unique checksum."""
     return {"batch": f"b{step}"}
 
 
 def precision(**seen: Any) -> Callable[[], list[Fact]]:
-    """Four steps that show the same."""
+    """Four identical steps."""
     return lambda: [PrecisionScan(step=7 + t, **seen) for t in range(4)]
 
 
@@ -66,4 +66,4 @@ PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "flushed_gradient": (precision(is_float16=True, zero_share=0.8), 7),
     "redrawn_noise": (precision(redrawn=("block.drop",)), 7),
 }
-"""Rule -> facts that it must report, and the step that it must name."""
+"""Rule -> facts that it must report, and the step that it must report."""

@@ -1,4 +1,4 @@
-"""Advice from a finished run: what is said, why, and when nothing is."""
+"""Advice from a finished run: what it says, why, and when there is none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTLING = make_norms(lambda step: 0.5 + 20 * math.exp(-step / 15))
 # --- the clip threshold ---------------------------------------------------------------------------------------------
 
 
-def test_a_threshold_that_clips_most_steps_is_raised_to_what_most_norms_are_below() -> None:
+def test_a_threshold_that_clips_most_steps_is_raised_above_most_norms() -> None:
     advice = find(advise(Seen(norms=FLAT, threshold=0.1, num_clipped=390, num_applied=400)), "clip threshold")
     assert advice is not None
     share = sum(norm <= advice.value for _, norm in FLAT) / len(FLAT)
@@ -49,13 +49,13 @@ def test_a_threshold_far_above_all_norms_is_lowered() -> None:
     assert "lets through a spike" in advice.reason
 
 
-def test_a_run_without_clipping_is_told_a_threshold() -> None:
+def test_a_run_without_clipping_gets_a_threshold() -> None:
     advice = find(advise(Seen(norms=FLAT, num_applied=400)), "clip threshold")
     assert advice is not None
     assert "nothing was clipped" in advice.reason
 
 
-def test_norms_from_before_they_settled_do_not_count() -> None:
+def test_norms_before_settling_do_not_count() -> None:
     advice = find(advise(Seen(norms=SETTLING, num_applied=400)), "clip threshold")
     assert advice is not None
     assert advice.value < 1.1
@@ -69,7 +69,7 @@ def test_a_threshold_that_fits_is_left_alone() -> None:
 # --- the warm-up ----------------------------------------------------------------------------------------------------
 
 
-def test_norms_that_settle_late_ask_for_a_warm_up() -> None:
+def test_norms_that_settle_late_need_a_warm_up() -> None:
     advice = find(advise(Seen(norms=SETTLING, rates=[(0, 1e-3), (399, 1e-3)], threshold=1.0)), "warm-up")
     assert advice is not None
     settled = find_settled(SETTLING)
@@ -86,16 +86,16 @@ def test_a_warm_up_much_longer_than_the_norms_need_is_shortened() -> None:
     assert "until step 199" in advice.reason
 
 
-def test_no_warm_up_is_advised_when_norms_are_settled_from_the_start() -> None:
+def test_norms_settled_from_the_start_need_no_warm_up() -> None:
     assert find(advise(Seen(norms=FLAT, rates=[(0, 1e-3), (399, 1e-3)], threshold=1.0)), "warm-up") is None
 
 
-def test_a_run_whose_start_was_forgotten_gets_no_word_about_its_warm_up() -> None:
+def test_a_run_with_a_forgotten_start_gets_no_advice_about_its_warm_up() -> None:
     later = [(step + 5000, norm) for step, norm in SETTLING]
     assert find(advise(Seen(norms=later, threshold=1.0)), "warm-up") is None
 
 
-def test_a_peak_is_where_a_rising_rate_reached_its_height() -> None:
+def test_the_peak_of_a_rate_is_where_it_stops_rising() -> None:
     assert find_peak([(0, 1.0), (1, 1.0)]) is None
     assert find_peak([(0, 0.1), (5, 0.5), (10, 1.0), (20, 0.3)]) == 10
     assert find_peak([(0, 0.5), (5, 0.1), (10, 1.0)]) is None
@@ -108,7 +108,7 @@ def test_a_peak_is_where_a_rising_rate_reached_its_height() -> None:
     ("ratio", "factor", "word"),
     [(2e-5, 10.0, "slowly"), (5e-5, 10.0, "slowly"), (0.05, 0.1, "fast"), (0.02, 0.1, "fast")],
 )
-def test_updates_far_from_usual_change_the_rate_by_at_most_ten(ratio: float, factor: float, word: str) -> None:
+def test_unusual_updates_change_the_rate_by_at_most_ten(ratio: float, factor: float, word: str) -> None:
     seen = Seen(norms=FLAT, rates=[(0, 1e-3)], ratios=[ratio] * 8, threshold=1.0)
     advice = find(advise(seen), "learning rate")
     assert advice is not None
@@ -120,7 +120,7 @@ def test_usual_updates_leave_the_rate_alone() -> None:
     assert advise(Seen(norms=FLAT, rates=[(0, 1e-3)], ratios=[1e-3] * 8, threshold=1.0)) == []
 
 
-def test_a_rate_that_the_guard_lowered_twice_is_advised_as_lowered(tmp_path: Path) -> None:
+def test_a_rate_lowered_twice_is_advised_as_lowered(tmp_path: Path) -> None:
     run = open_directory(tmp_path)
     for step in range(100):
         run.write_step(make_step(step, learning_rates=(8e-3 if step < 40 else 4e-3 if step < 60 else 2e-3,)))
@@ -145,7 +145,7 @@ def make_lowering(step: int, before: float) -> Incident:
 # --- from a record, and from a guard --------------------------------------------------------------------------------
 
 
-def test_a_record_and_a_tally_of_the_same_run_say_the_same_about_clipping(tmp_path: Path) -> None:
+def test_a_record_and_a_tally_of_the_same_run_agree_about_clipping(tmp_path: Path) -> None:
     run, tally = open_directory(tmp_path), Tally()
     for step, norm in SETTLING:
         run.write_step(make_step(step, grad_norm=norm, clipped=norm > 1, learning_rates=(1e-3,)))
@@ -175,7 +175,7 @@ def make_reading(step: int, norm: float) -> Reading:
     )
 
 
-def test_the_summary_tells_it_in_a_line_each() -> None:
+def test_the_summary_has_one_line_for_each_advice() -> None:
     tally = Tally()
     for step, norm in SETTLING:
         tally.add(make_reading(step, norm))
@@ -191,7 +191,7 @@ def test_a_short_or_empty_run_gets_no_advice(tmp_path: Path) -> None:
     assert advise(Seen(norms=SETTLING[:20])) == []
 
 
-def test_what_a_tally_remembers_of_updates_survives_a_resume_and_an_older_state() -> None:
+def test_a_tally_keeps_updates_over_a_resume_and_loads_older_states() -> None:
     tally = Tally()
     tally.add(make_reading(0, 1.0))
     state = tally.state_dict()
@@ -202,13 +202,13 @@ def test_what_a_tally_remembers_of_updates_survives_a_resume_and_an_older_state(
     assert list(older.ratios) == []
 
 
-def test_the_report_tells_it_in_a_part_of_its_own(tmp_path: Path) -> None:
+def test_the_report_has_a_section_with_advice(tmp_path: Path) -> None:
     for name, norms in (("settling", SETTLING), ("flat", FLAT)):
         run = open_directory(tmp_path / name)
         for step, norm in norms:
             run.write_step(make_step(step, grad_norm=norm, clipped=norm > 1, learning_rates=(1e-3,)))
         run.close()
-    told = render_parts(open_run(tmp_path / "settling").read_all())["advice"]
-    assert "For the next run" in told
-    assert "<strong>warm-up " in told
+    section = render_parts(open_run(tmp_path / "settling").read_all())["advice"]
+    assert "For the next run" in section
+    assert "<strong>warm-up " in section
     assert render_parts(open_run(tmp_path / "flat").read_all())["advice"] == ""

@@ -24,7 +24,7 @@ sys.exit({code})
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two programs that work, one in a folder of its own, and one that fails after it has written."""
+    """Make two programs that work, one in a subfolder, and one that fails after writing its results."""
     root = tmp_path / "benchmarks"
     (root / "results").mkdir(parents=True)
     (root / "peers").mkdir()
@@ -53,7 +53,7 @@ def test_the_list_says_what_each_measures(folder: Path, capsys: pytest.CaptureFi
     ]
 
 
-def test_a_whole_run_puts_its_results_beside_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_run_adds_its_results_to_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(folder, "first") == 0
     kept = json.loads((folder / "results" / "first.json").read_text())
     assert kept["results"] == {"quick": False}
@@ -64,7 +64,7 @@ def test_a_whole_run_puts_its_results_beside_the_others(folder: Path, capsys: py
     assert "benchmarks/publish.py" in hint
 
 
-def test_results_of_every_program_are_kept_where_there_are_none_yet(folder: Path) -> None:
+def test_results_of_every_program_are_kept_in_an_empty_folder(folder: Path) -> None:
     (folder / "results").rmdir()
     assert bench(folder, "first", "peers") == 0
     assert sorted(path.name for path in (folder / "results").iterdir()) == ["first.json", "peers.json"]
@@ -78,37 +78,37 @@ def test_a_quick_run_leaves_measured_results_alone(folder: Path, capsys: pytest.
     assert "table of peers small" in capsys.readouterr().out
 
 
-def test_a_program_that_fails_is_told_and_keeps_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_program_is_reported_and_keeps_no_results(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(folder, "broken", "first") == 2
     assert not (folder / "results" / "broken.json").exists()
     assert (folder / "results" / "first.json").exists()  # the others still run
     assert "broken: FAILED with exit code 3" in capsys.readouterr().out
 
 
-def test_json_is_all_that_is_on_standard_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_output_contains_only_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(folder, "first", "--quick", "--json") == 0
     captured = capsys.readouterr()
-    told = json.loads(captured.out)
-    assert told["quick"] is True
-    (run,) = told["programs"]
+    printed = json.loads(captured.out)
+    assert printed["quick"] is True
+    (run,) = printed["programs"]
     assert (run["name"], run["exit_code"]) == ("first", 0)
     assert run["results"]["first"]["results"] == {"quick": True}
     assert "table of first small" in captured.err
 
 
-def test_an_unknown_name_is_answered_with_those_that_exist(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_answered_with_the_known_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(folder, "frist") == 2
     assert "there is no benchmark 'frist'. Use one of broken, first, peers." in capsys.readouterr().err
 
 
-def test_without_the_programs_it_says_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_programs_it_says_where_to_find_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(tmp_path) == 2
     said = capsys.readouterr().err
     assert "there are no benchmarks in" in said
     assert "Clone the repository" in said
 
 
-def test_every_program_of_the_checkout_can_be_quick(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_program_has_a_quick_mode(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list", "--json"]) == 0
     names = {program["name"] for program in json.loads(capsys.readouterr().out)}
     root = Path(__file__).parent.parent.parent / "benchmarks"

@@ -1,4 +1,4 @@
-"""The command line: exit codes, help, what loads what, what doctor finds, how the console writes."""
+"""The command line: exit codes, help, which command loads what, what doctor finds, how the console writes."""
 
 from __future__ import annotations
 
@@ -76,22 +76,22 @@ def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("arguments", [["dmeo"], ["doctor", "--jsno"], ["demo", "--run-dir"], ["demo", "extra"]])
-def test_what_it_does_not_know_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert "Error: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["train", "seo"], ["train", "mmdit"], ["run"], ["tune", "seo"]])
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("protekt = true", ": unknown; "),
         ("protekt = ", "not valid TOML: "),
         ("protekt = 1\nclipp = 1", "2 wrong fields"),
     ],
 )
-def test_every_command_that_takes_a_config_file_names_it_when_it_is_wrong(
-    command: list[str], text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_command_names_a_wrong_config_file(
+    command: list[str], text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "own.toml"
     file.write_text(text)
@@ -100,17 +100,17 @@ def test_every_command_that_takes_a_config_file_names_it_when_it_is_wrong(
 
     said = capsys.readouterr().err
     assert f"{file}: " in said
-    assert told in said
+    assert expected in said
 
 
-def test_a_command_that_is_not_there_is_told_with_the_nearest_or_with_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_answered_with_the_nearest_or_with_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["repot", "runs/a"]) == 2
     assert "there is no command 'repot'. Did you mean report?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert "There are demo, doctor, scan" in capsys.readouterr().err
 
 
-def test_python_m_is_the_same_command() -> None:
+def test_python_m_runs_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "steadygrad", "--version"], capture_output=True, text=True, check=False
     )
@@ -122,14 +122,14 @@ def test_help_loads_neither_torch_nor_rich() -> None:
     assert run_python("-c", code).stdout.splitlines()[-1] == "set()"
 
 
-def test_without_click_it_says_so() -> None:
+def test_missing_click_is_reported() -> None:
     code = "import sys; sys.modules['click'] = None; from steadygrad.cli import main; sys.exit(main([]))"
     done = run_python("-c", code)
     assert done.returncode == 2
     assert "needs click" in done.stderr
 
 
-def test_without_torch_it_says_so() -> None:
+def test_missing_torch_is_reported() -> None:
     code = "import sys; sys.modules['torch'] = None; from steadygrad.cli import main; sys.exit(main(['doctor']))"
     done = run_python("-c", code)
     assert done.returncode == 2
@@ -137,7 +137,9 @@ def test_without_torch_it_says_so() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_defect_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_not_reported_as_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def break_down() -> Machine:
         raise RuntimeError("a defect")
 
@@ -149,7 +151,7 @@ def test_a_defect_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 # --- doctor -------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_as_json_says_what_it_says_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_the_same_as_json_and_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (1 if found["problems"] else 0)
@@ -164,7 +166,7 @@ def test_doctor_as_json_says_what_it_says_in_words(capsys: pytest.CaptureFixture
     assert found["torch"] in said
 
 
-def test_what_is_examined_is_what_torch_says() -> None:
+def test_doctor_reports_what_torch_reports() -> None:
     import torch
 
     machine = examine_machine()
@@ -203,7 +205,7 @@ def test_each_problem_comes_with_its_fix(machine: Machine, found: str, fix: str)
     assert fix in problem.fix
 
 
-def test_a_problem_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "examine_machine", lambda: SICK)
     assert main(["doctor"]) == 1
     assert "bf16 DIES, fp16 DIES" in capsys.readouterr().out
@@ -266,7 +268,7 @@ def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[3" not in file.getvalue()
 
 
-def test_what_a_file_cannot_encode_is_replaced() -> None:
+def test_characters_that_a_file_cannot_encode_are_replaced() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     Console(file).say("‖g‖ = 1")
@@ -275,7 +277,7 @@ def test_what_a_file_cannot_encode_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("probe", [half_matmul_works.__wrapped__, lambda _: machine._isa_cap_helps()])
-def test_a_probe_of_the_machine_does_not_run_modules_in_the_current_directory(
+def test_probing_the_machine_runs_no_module_of_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probe: Callable[[Precision], bool]
 ) -> None:
     for name in ("torch", "steadygrad"):

@@ -110,9 +110,7 @@ def test_a_bad_value_is_refused_with_field_value_and_advice(cls: type, field: st
         ("scheduler_interval", "batch", ("step", "epoch")),
     ],
 )
-def test_a_word_that_is_not_known_is_refused_with_the_words_that_are(
-    field: str, value: Any, options: tuple[str, ...]
-) -> None:
+def test_an_unknown_word_is_refused_with_the_known_ones(field: str, value: Any, options: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         GuardConfig(**{field: value})
     message = str(caught.value)
@@ -142,19 +140,19 @@ def test_a_word_that_is_not_known_is_refused_with_the_words_that_are(
         (GuardConfig, "sanitize_value", ["0", [0]]),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_by_its_fields_name(cls: type, field: str, values: list[Any]) -> None:
+def test_a_value_of_the_wrong_type_is_refused_with_its_field(cls: type, field: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ConfigError, match=rf"^{cls.__name__}\.{field}\b.* got {re.escape(repr(value))}"):
             cls(**{field: value})
 
 
 @pytest.mark.parametrize(("cls", "field"), [(AdaptiveUnitClip, "exclude"), (DetectConfig, "off")])
-def test_one_name_given_as_text_is_told_what_to_write(cls: type, field: str) -> None:
+def test_a_single_name_as_text_is_refused_with_the_right_spelling(cls: type, field: str) -> None:
     with pytest.raises(ConfigError, match=rf"Write {field}=\('head',\)"):
         cls(**{field: "head"})
 
 
-def test_a_config_error_is_a_value_error_and_ours() -> None:
+def test_a_config_error_is_a_value_error_and_a_steadygrad_error() -> None:
     with pytest.raises(ValueError) as caught:
         FixedNorm(max_norm=0)
     assert isinstance(caught.value, SteadygradError)
@@ -176,7 +174,7 @@ def test_a_config_error_is_a_value_error_and_ours() -> None:
         lambda: GuardConfig(on_incident=print),
     ],
 )
-def test_the_edges_of_what_can_be_meant_are_accepted(make: Any) -> None:
+def test_extreme_valid_values_are_accepted(make: Any) -> None:
     assert dataclasses.is_dataclass(make())
 
 
@@ -184,12 +182,12 @@ def test_the_edges_of_what_can_be_meant_are_accepted(make: Any) -> None:
 
 
 @pytest.mark.parametrize("word", [Action.RAISE, Action.HALT, "raise", "RAISE", "halt"])
-def test_raise_can_be_written_in_every_way(word: Any) -> None:
+def test_raise_has_several_spellings(word: Any) -> None:
     assert GuardConfig(on_nonfinite=word).on_nonfinite is Action.RAISE is Action.HALT
 
 
 @pytest.mark.parametrize("word", ["skip", "SKIP", "sanitize", Action.SANITIZE])
-def test_words_become_members(word: Any) -> None:
+def test_words_become_enum_members(word: Any) -> None:
     assert isinstance(GuardConfig(on_nonfinite=word).on_nonfinite, Action)
 
 
@@ -200,11 +198,11 @@ def test_precision_and_interval_are_read_from_text() -> None:
 
 
 @pytest.mark.parametrize("word", ["reference", "REFERENCE", Implementation.REFERENCE])
-def test_an_implementation_can_be_written_as_text(word: Any) -> None:
+def test_an_implementation_is_read_from_text(word: Any) -> None:
     assert MeasureConfig(implementation=word).implementation is Implementation.REFERENCE
 
 
-def test_what_a_list_gives_is_kept_as_a_tuple() -> None:
+def test_a_list_is_kept_as_a_tuple() -> None:
     names = ["head"]
     settings = AdaptiveUnitClip(exclude=names)  # type: ignore[arg-type]
     names.append("tail")
@@ -261,7 +259,7 @@ def test_the_default_clips_outliers_and_skips() -> None:
 
 
 @every_strategy
-def test_every_strategy_survives_the_way_through_plain_values(strategy: ClipStrategy) -> None:
+def test_every_strategy_survives_conversion_to_plain_values(strategy: ClipStrategy) -> None:
     config = GuardConfig(
         clip=strategy,
         on_nonfinite=Action.SANITIZE,
@@ -282,12 +280,12 @@ def test_kinds_are_unique() -> None:
     assert len({strategy.kind for strategy in STRATEGIES}) == len(STRATEGIES) == len(ClipStrategy.__args__)
 
 
-def test_no_clipping_and_the_default_survive_too() -> None:
+def test_no_clipping_and_the_default_survive_conversion() -> None:
     for config in (GuardConfig(clip=None), GuardConfig()):
         assert GuardConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_what_is_not_given_keeps_its_default() -> None:
+def test_missing_fields_keep_their_defaults() -> None:
     assert GuardConfig.from_dict({}) == GuardConfig()
     assert GuardConfig.from_dict({"clip": {"kind": "zclip", "z": 3}}).clip == ZClip(z=3.0)
 
@@ -304,7 +302,7 @@ def test_words_are_written_as_their_values() -> None:
     assert (plain["on_nonfinite"], plain["autocast"]) == ("halt", "fp16")
 
 
-# --- plain values that are wrong ------------------------------------------------------------------------------------
+# --- wrong plain values ---------------------------------------------------------------------------------------------
 
 
 def refuse(values: Any) -> str:
@@ -345,7 +343,7 @@ def test_every_unknown_and_wrong_field_is_named_in_one_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ({"clip": {"kind": "zclip", "alpha": 2, "z": -1}}, ["clip: ZClip.alpha", "clip: ZClip.z "]),
         ({"record": {"stepz": 1, "layers_every": -1}}, ["record.stepz: unknown", "record: RecordConfig.layers_every"]),
@@ -357,25 +355,25 @@ def test_every_unknown_and_wrong_field_is_named_in_one_error() -> None:
             {"detect": {"loss": {"block": 1, "level_window": 0}, "exploding_norm": -1}},
             ["detect.loss: LossThresholds.level_window", "detect.loss: LossThresholds.block", "detect: DetectConfig."],
         ),
-        ({"detect": {"window": 4, "min_values": 200}}, ["detect: DetectConfig.window"]),  # 200 may fit a right window
+        ({"detect": {"window": 4, "min_values": 200}}, ["detect: DetectConfig.window"]),  # 200 may fit another window
         ({"detect": {"window": "a", "min_values": 200}}, ["detect.window: must be int"]),
         ({"detect": {"window": 16}}, ["detect: DetectConfig.min_values must lie between 2 and the window, got 32"]),
     ],
 )
-def test_every_value_out_of_range_is_named_at_once(values: Any, told: list[str]) -> None:
+def test_every_value_out_of_range_is_named_at_once(values: Any, expected: list[str]) -> None:
     first, *lines = refuse(values).splitlines()
-    assert first == f"{len(told)} wrong field{'s' if len(told) > 1 else ''}:"
-    for part in told:
+    assert first == f"{len(expected)} wrong field{'s' if len(expected) > 1 else ''}:"
+    for part in expected:
         assert sum(line.strip().startswith(part) for line in lines) == 1, part
 
 
 @pytest.mark.parametrize("values", [[1], None, "clip", 3])
-def test_what_is_no_mapping_is_refused_with_its_value(values: Any) -> None:
+def test_a_value_that_is_not_a_mapping_is_refused_with_its_value(values: Any) -> None:
     assert f"mapping of field to value, got {values!r}" in refuse(values)
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ({"clip": {"kind": ["zclip"]}}, "clip.kind: must be one of"),
         ({"clip": {"kind": "adaptive_unit", "exclude": [1]}}, "AdaptiveUnitClip.exclude must be a tuple of names"),
@@ -384,36 +382,36 @@ def test_what_is_no_mapping_is_refused_with_its_value(values: Any) -> None:
         ({3: 4}, "3: unknown"),
     ],
 )
-def test_odd_plain_values_are_told_by_their_place(values: Any, told: str) -> None:
-    assert told in refuse(values)
+def test_wrong_plain_values_are_reported_with_their_path(values: Any, expected: str) -> None:
+    assert expected in refuse(values)
 
 
-def test_an_unknown_field_is_told_with_the_fields_there_are() -> None:
+def test_an_unknown_field_is_reported_with_the_known_fields() -> None:
     message = refuse({"record": {"every": 3}})
     assert "record.every: unknown; did you mean steps_every? RecordConfig has layers_every, steps_every" in message
     assert "record.weather: unknown; RecordConfig has" in refuse({"record": {"weather": 3}})
 
 
-def test_a_value_out_of_range_is_told_with_its_place() -> None:
+def test_a_value_out_of_range_is_reported_with_its_path() -> None:
     message = refuse({"clip": {"kind": "fixed_norm", "max_norm": 0}, "record": {"steps_every": 0}})
     assert "clip: FixedNorm.max_norm must be above 0, got 0.0" in message
     assert "record: RecordConfig.steps_every must be a whole number, at least 1, got 0" in message
 
 
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0}, {"kind": None}, {"kind": "agc"}, {"kind": 3}])
-def test_a_strategy_without_a_known_kind_is_told_the_kinds(clip: dict[str, Any]) -> None:
+def test_a_strategy_of_unknown_kind_is_refused_with_the_known_kinds(clip: dict[str, Any]) -> None:
     message = refuse({"clip": clip})
     kinds = "fixed_norm, outliers, value, zclip, autoclip, adaptive_unit, adagc"
     assert f"clip.kind: must be one of {kinds}, got {clip.get('kind')!r}" in message
 
 
 @pytest.mark.parametrize("clip", ["zclip", 1.0, ["zclip"], True])
-def test_a_strategy_that_is_no_mapping_is_refused(clip: Any) -> None:
+def test_a_strategy_that_is_not_a_mapping_is_refused(clip: Any) -> None:
     assert f"clip: must be a mapping of fields, got {clip!r}" in refuse({"clip": clip})
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ({"clip": {"kind": "zclip", "warmup": 25.0}}, "clip.warmup: must be int, got 25.0"),
         ({"clip": {"kind": "zclip", "warmup": True}}, "clip.warmup: must be int, got True"),
@@ -426,8 +424,8 @@ def test_a_strategy_that_is_no_mapping_is_refused(clip: Any) -> None:
         ({"detect": None}, "detect: must be a mapping of fields, got None"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_told_with_the_right_one(values: dict[str, Any], told: str) -> None:
-    assert told in refuse(values)
+def test_a_value_of_the_wrong_type_is_reported_with_the_right_type(values: dict[str, Any], expected: str) -> None:
+    assert expected in refuse(values)
 
 
 @pytest.mark.parametrize(("text", "number"), [("1e-3", 1e-3), ("1E+2", 100.0), ("inf", INF), (" 0.5 ", 0.5)])
@@ -482,14 +480,14 @@ FROM_FILE = GuardConfig(
 
 @pytest.mark.parametrize(("name", "text"), [("a.yaml", YAML), ("a.yml", YAML), ("a.toml", TOML)])
 @pytest.mark.parametrize("as_text", [False, True], ids=["Path", "str"])
-def test_a_file_gives_the_settings_it_says(name: str, text: str, as_text: bool, tmp_path: Path) -> None:
+def test_a_file_gives_its_settings(name: str, text: str, as_text: bool, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     assert GuardConfig.load(str(path) if as_text else path) == FROM_FILE
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "expected"),
     [
         ("wrong.yaml", "clip: {kind: zclip, alfa: 1}\nrekord: 1\n", ("clip.alfa", "rekord", "2 wrong field")),
         ("wrong.toml", "rekord = 1\n[clip]\nkind = 'zclip'\nalfa = 1\n", ("clip.alfa", "rekord", "2 wrong field")),
@@ -500,23 +498,23 @@ def test_a_file_gives_the_settings_it_says(name: str, text: str, as_text: bool, 
         ("config.json", "{}", ("'.json' is not known", ".toml")),
     ],
 )
-def test_a_wrong_file_is_told_by_its_name(name: str, text: str, told: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_wrong_file_is_reported_by_name(name: str, text: str, expected: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         GuardConfig.load(path)
     assert str(caught.value).startswith(f"{path}: ")
-    assert all(part in str(caught.value) for part in told)
+    assert all(part in str(caught.value) for part in expected)
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.toml"])
-def test_a_file_that_is_no_text_is_told_by_its_name(name: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_reported_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=rf"{name}: not UTF-8 text .*Save the file as UTF-8"):
         GuardConfig.load(tmp_path / name)
 
 
-def test_a_missing_file_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
         GuardConfig.load(tmp_path / "nowhere.yaml")
 

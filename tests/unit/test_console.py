@@ -1,4 +1,4 @@
-"""The console on a narrow terminal, and what a newcomer sees first: nothing is broken inside of a word, nothing cut."""
+"""The console on a narrow terminal, and first messages: no word is broken, nothing is cut off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = "   step  120  the learning rate is three hundred times too high for fift
 
 
 class Terminal(io.StringIO):
-    """A terminal without colours, 80 letters wide."""
+    """A terminal without colours, 80 columns wide."""
 
     def isatty(self) -> bool:
         return True
@@ -31,7 +31,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def test_a_long_line_is_broken_between_words_and_goes_on_where_it_hangs(terminal: Terminal) -> None:
+def test_a_long_line_breaks_between_words_and_continues_indented(terminal: Terminal) -> None:
     Console(terminal).say(LONG, hang=len(LEFT))
     first, second = terminal.getvalue().splitlines()
     assert len(first) <= 80
@@ -40,19 +40,19 @@ def test_a_long_line_is_broken_between_words_and_goes_on_where_it_hangs(terminal
     assert f"{first} {second.strip()}" == LONG
 
 
-def test_a_line_goes_on_below_its_own_beginning_unless_told_otherwise(terminal: Terminal) -> None:
+def test_a_line_continues_below_its_own_beginning_by_default(terminal: Terminal) -> None:
     Console(terminal).say("    " + "word " * 30)
     assert [line[:8] for line in terminal.getvalue().splitlines()] == ["    word", "    word"]
 
 
-def test_a_path_is_never_broken_for_it_may_be_copied(terminal: Terminal) -> None:
+def test_a_path_is_never_broken_so_that_it_can_be_copied(terminal: Terminal) -> None:
     path = "/a" * 60
     Console(terminal).say(f"Report  {path}")
     assert path in terminal.getvalue()
 
 
 @pytest.mark.parametrize("name", ["model{1}.pt", "{", "w[/b]", "[bold]x[/bold]", "{task.total}"])
-def test_a_bar_shows_names_as_they_are(terminal: Terminal, name: str) -> None:
+def test_a_bar_shows_names_unchanged(terminal: Terminal, name: str) -> None:
     with Console(terminal).track(name, 10) as advance:
         advance(3, f"MiB {name}")
 
@@ -60,7 +60,7 @@ def test_a_bar_shows_names_as_they_are(terminal: Terminal, name: str) -> None:
     assert [line for line in lines if line.startswith(f"{name} ") and line.rstrip().endswith(f"MiB {name}")]
 
 
-def test_a_file_gets_the_whole_line_for_it_may_be_searched() -> None:
+def test_a_file_gets_unbroken_lines_so_that_it_can_be_searched() -> None:
     file = io.StringIO()
     console = Console(file)
     console.say(LONG, hang=14)
@@ -77,10 +77,10 @@ def test_every_command_is_listed_in_one_line_of_its_section(capsys: pytest.Captu
     for texts in SECTIONS.values():
         for name, text in texts.items():
             assert f"  {name} " in listed
-            assert len(text) <= 66  # what is left of 80 columns
+            assert len(text) <= 66  # the rest of 80 columns
 
 
-def test_the_demo_tells_an_incident_within_80_columns(terminal: Terminal) -> None:
+def test_the_demo_reports_an_incident_within_80_columns(terminal: Terminal) -> None:
     kind, message = "nonfinite_gradient", f"NaN in the gradients of {', '.join(f'blocks.{i}.weight' for i in range(9))}"
     finding = Finding(kind=kind, severity=Severity.ERROR, step=240, message=message, advice="", evidence={})
     incident = Incident(
@@ -104,7 +104,7 @@ def test_the_demo_tells_an_incident_within_80_columns(terminal: Terminal) -> Non
     assert sum("why:" in line for line in lines) == 1
 
 
-def test_an_error_of_the_system_names_the_file_and_not_its_number(
+def test_a_system_error_names_the_file_and_not_its_number(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:

@@ -1,4 +1,4 @@
-"""Files written past the page cache hold what was given, whatever its place and size, and where the system refuses."""
+"""Files written past the page cache hold the given bytes, even if the system refuses direct writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steadygrad.disk.direct import BLOCK_BYTES, read_at, write_all
 
 
 def make_memory(num_bytes: int) -> memoryview:
-    """Random bytes that begin with a page of memory and can be written to."""
+    """Return writable random bytes that start at a memory page."""
     memory = mmap.mmap(-1, num_bytes)
     memory.write(random.Random(num_bytes).randbytes(num_bytes))
     return memoryview(memory)
@@ -26,7 +26,7 @@ def write_file(path: Path, pieces: list[memoryview]) -> int:
 
 
 def allows_direct(folder: Path) -> bool:
-    """Whether files of this folder can be written past the cache; some file systems refuse."""
+    """Whether files of this folder can bypass the cache; some file systems refuse."""
     try:
         os.close(os.open(folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
     except OSError:
@@ -36,14 +36,14 @@ def allows_direct(folder: Path) -> bool:
 
 @pytest.mark.parametrize("sizes", [[5], [BLOCK_BYTES], [2 * BLOCK_BYTES, BLOCK_BYTES + 7], [7, 3 * BLOCK_BYTES, 1], []])
 @pytest.mark.parametrize("start", [0, 1])
-def test_a_file_holds_what_was_given_whatever_place_and_size(tmp_path: Path, sizes: list[int], start: int) -> None:
+def test_a_file_holds_the_given_bytes_at_any_offset_and_size(tmp_path: Path, sizes: list[int], start: int) -> None:
     pieces = [make_memory(size + start)[start:] for size in sizes]
     assert write_file(tmp_path / "file", pieces) == sum(sizes)
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
 
 
 @pytest.mark.parametrize("size", [1, BLOCK_BYTES, 3 * BLOCK_BYTES + 7])
-def test_what_is_read_back_is_what_the_file_holds(tmp_path: Path, size: int) -> None:
+def test_reading_returns_what_the_file_holds(tmp_path: Path, size: int) -> None:
     whole = random.Random(size).randbytes(size)
     (tmp_path / "file").write_bytes(whole)
     with (tmp_path / "file").open("rb") as file:
@@ -51,9 +51,7 @@ def test_what_is_read_back_is_what_the_file_holds(tmp_path: Path, size: int) -> 
     assert b"".join(parts) == whole
 
 
-def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_blocks_bypass_the_cache_and_the_rest_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     write = os.write
 
@@ -70,7 +68,7 @@ def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(
     )
 
 
-def test_a_system_that_refuses_gets_the_ordinary_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_direct_writes_uses_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, *, on: bool) -> None:
         if on:
             raise OSError(22, "Invalid argument")
@@ -81,7 +79,7 @@ def test_a_system_that_refuses_gets_the_ordinary_way(tmp_path: Path, monkeypatch
     assert (tmp_path / "file").read_bytes() == piece
 
 
-def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int, data: memoryview) -> int:
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""The exceptions: they travel between processes as they are."""
+"""The exceptions keep message and attributes when sent between processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def find_classes(root: type) -> list[type]:
     return [root, *(found for one in root.__subclasses__() for found in find_classes(one))]
 
 
-def test_every_exception_has_a_case_here() -> None:
+def test_every_exception_class_is_tested_here() -> None:
     public = [one for one in find_classes(errors.SteadygradError) if one.__module__.startswith("steadygrad.")]
     assert {one.__name__ for one in public} == set(MADE)
 

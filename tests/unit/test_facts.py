@@ -1,4 +1,4 @@
-"""The nouns: what they say about their own fields, and that nobody can change them."""
+"""The facts: what they say about their fields, and that they cannot be changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from steadygrad.facts.carried import Carried, open_carried
 
 
 class CountingCells(list[float]):
-    """A row-by-row table that counts how many numbers were taken out of it."""
+    """A row-by-row table that counts how many numbers are read from it."""
 
     def __init__(self, values: list[float]) -> None:
         super().__init__(values)
@@ -71,7 +71,7 @@ def make_reading(**changes: Any) -> Reading:
 # --- GradientStats and GradientTable --------------------------------------------------------------------------------
 
 
-def test_gradient_stats_tell_inf_from_nan_and_the_share_of_zeros() -> None:
+def test_gradient_stats_separate_inf_from_nan_and_give_the_share_of_zeros() -> None:
     stats = GradientStats(norm=1.0, max_abs=1.0, num_nonfinite=5, num_nan=2, num_zeros=3, numel=12)
     assert stats.num_inf == 3
     assert stats.zero_share == 0.25
@@ -81,7 +81,7 @@ def test_a_gradient_without_elements_has_no_zeros() -> None:
     assert GradientStats(0.0, 0.0, 0, 0, 0, 0).zero_share == 0.0
 
 
-def test_a_table_is_a_mapping_from_names_to_their_rows() -> None:
+def test_a_table_maps_names_to_rows() -> None:
     table = make_table()
     assert isinstance(table, Mapping)
     assert list(table) == list(ROWS)
@@ -94,20 +94,20 @@ def test_a_table_is_a_mapping_from_names_to_their_rows() -> None:
     assert dict(table.items()) == {name: table[name] for name in ROWS}
 
 
-def test_counts_come_out_as_whole_numbers() -> None:
+def test_counts_are_integers() -> None:
     stats = make_table()["head.weight"]
     assert all(type(n) is int for n in (stats.num_nonfinite, stats.num_nan, stats.num_zeros, stats.num_inf))
 
 
 @pytest.mark.parametrize("name", ["tail.bias", "", "head"])
-def test_a_missing_name_is_a_key_error_that_names_it(name: str) -> None:
+def test_a_missing_name_raises_a_key_error_with_the_name(name: str) -> None:
     with pytest.raises(KeyError) as caught:
         make_table()[name]
     assert caught.value.args == (name,)
     assert make_table().get(name) is None
 
 
-def test_only_the_rows_that_are_asked_for_are_decoded() -> None:
+def test_only_requested_rows_are_decoded() -> None:
     table = make_table()
     cells = table.cells
     assert isinstance(cells, CountingCells)
@@ -116,7 +116,7 @@ def test_only_the_rows_that_are_asked_for_are_decoded() -> None:
     assert cells.taken == NUM_COLUMNS
 
 
-def test_norms_and_nonfinite_rows_stand_in_the_models_order() -> None:
+def test_norms_and_nonfinite_rows_are_in_model_order() -> None:
     table = make_table()
     assert list(table.norms.items()) == [("embed.weight", 3.0), ("head.weight", 0.5), ("head.bias", 0.0)]
     assert table.nonfinite() == {"head.weight": table["head.weight"]}
@@ -131,7 +131,7 @@ def test_an_empty_table_is_empty() -> None:
 
 
 @pytest.mark.parametrize("rates", [(math.nan, 0.1, 0.3), (0.1, math.nan, 0.3), (0.3, 0.1, math.nan)])
-def test_groups_without_a_rate_do_not_count_wherever_they_stand(rates: tuple[float, ...]) -> None:
+def test_groups_without_a_rate_do_not_count_at_any_position(rates: tuple[float, ...]) -> None:
     assert make_reading(learning_rates=rates).learning_rate == 0.3
     assert make_reading(learning_rates=(math.nan,)).learning_rate is None
 
@@ -145,19 +145,19 @@ def test_a_healthy_reading_is_neither_clipped_nor_nonfinite() -> None:
     assert reading.learning_rate == 0.3
 
 
-def test_a_clipped_step_applies_the_clipped_norm() -> None:
+def test_a_clipped_step_has_the_clipped_norm_as_applied_norm() -> None:
     reading = make_reading(clip_coefficient=0.25)
     assert reading.clipped
     assert reading.applied_norm == 0.5
 
 
-def test_a_skipped_step_is_not_clipped_and_applies_nothing() -> None:
+def test_a_skipped_step_is_not_clipped_and_has_no_applied_norm() -> None:
     reading = make_reading(clip_coefficient=0.25, skipped=True)
     assert not reading.clipped
     assert reading.applied_norm == 0.0
 
 
-def test_the_applied_norm_is_a_number_even_when_the_measured_one_is_not() -> None:
+def test_the_applied_norm_is_finite_even_when_the_measured_one_is_not() -> None:
     reading = make_reading(grad_norm=math.nan, finite_grad_norm=4.0, num_nonfinite=1, num_nan=1, clip_coefficient=0.5)
     assert reading.applied_norm == 2.0
 
@@ -175,11 +175,11 @@ def test_one_nonfinite_gradient_element_makes_the_reading_nonfinite() -> None:
     assert not reading.loss_is_nonfinite
 
 
-def test_a_loss_that_was_not_given_is_not_bad() -> None:
+def test_a_missing_loss_is_not_nonfinite() -> None:
     assert not make_reading(loss=None).is_nonfinite
 
 
-def test_without_learning_rates_there_is_no_largest_one() -> None:
+def test_without_learning_rates_the_largest_is_none() -> None:
     assert make_reading(learning_rates=()).learning_rate is None
 
 
@@ -210,7 +210,7 @@ def test_a_step_record_takes_its_scalars_from_the_reading() -> None:
     )
 
 
-def test_a_step_record_shares_every_name_with_the_reading_except_the_clock_and_what_the_program_told() -> None:
+def test_a_step_record_shares_its_names_with_the_reading_except_clock_and_logged_values() -> None:
     named = {f.name for f in dataclasses.fields(StepRecord)} - {"time_seconds", "extra"}
     assert all(hasattr(make_reading(), name) for name in named)
 
@@ -218,13 +218,13 @@ def test_a_step_record_shares_every_name_with_the_reading_except_the_clock_and_w
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def test_severities_are_ordered_by_rank_as_they_are_declared() -> None:
+def test_severities_are_ordered_as_declared() -> None:
     ranks = [s.rank for s in (Severity.INFO, Severity.WARNING, Severity.ERROR, Severity.CRITICAL)]
     assert ranks == sorted(set(ranks))
     assert [s.value for s in sorted(Severity, key=lambda s: s.rank)] == ["info", "warning", "error", "critical"]
 
 
-def test_words_read_as_they_are_written_down() -> None:
+def test_enum_members_print_as_their_values() -> None:
     assert f"{Severity.ERROR} {Action.SKIP}" == "error skip"
     assert Severity("critical") is Severity.CRITICAL
 
@@ -261,7 +261,7 @@ NOUNS = [
 
 
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: type(noun).__name__)
-def test_a_noun_is_frozen_and_takes_no_new_fields(noun: Any) -> None:
+def test_a_fact_is_frozen_and_takes_no_new_fields(noun: Any) -> None:
     for field in dataclasses.fields(noun):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(noun, field.name, None)

@@ -1,4 +1,4 @@
-"""The forecast of instability: its indicators, its model and its rule, on made-up runs."""
+"""The forecast of instability: its indicators, its model and its rule, on synthetic runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from steadygrad.facts import Action, Fact, Finding, Reading, Severity
 
 ON = DetectConfig(forecast=ForecastConfig(enabled=True))
 EARLY = DetectConfig(forecast=ForecastConfig(enabled=True, threshold=0.3))
-"""Told at a lower probability than the model's own threshold."""
+"""Reports at a lower probability than the model's own threshold."""
 
 
 def learns(num: int = 120, seed: int = 0) -> list[Reading]:
-    """A run that learns, with noise."""
+    """Return a noisy run that learns."""
     r = random.Random(seed)
     return [
         reading(t, 0.5 + 2.0 * math.exp(-t / 40) + 0.02 * r.gauss(0, 1), 0.5 * math.exp(0.1 * r.gauss(0, 1)))
@@ -36,7 +36,7 @@ def learns(num: int = 120, seed: int = 0) -> list[Reading]:
 
 
 def breaks(num: int = 120, at: int = 60, seed: int = 0) -> list[Reading]:
-    """The same, until from `at` on loss and norm swing ever wider and the loss creeps up, as the rate rises."""
+    """Return the same run, but from `at` on loss and norm swing ever more, the loss creeps up and the rate rises."""
     r = random.Random(seed)
     made = learns(num, seed)
     for t in range(at, num):
@@ -47,8 +47,8 @@ def breaks(num: int = 120, at: int = 60, seed: int = 0) -> list[Reading]:
     return made
 
 
-def tell_everything(one: Reading) -> Reading:
-    """The same step with clips, skips, a loss scale that is told at first only, and what is measured now and then."""
+def add_optional_facts(one: Reading) -> Reading:
+    """Return the same step with clips, skips, a loss scale reported only at first, and occasional measurements."""
     t = one.step
     if t % 11 == 4:
         return poisoned(t, math.inf)
@@ -60,7 +60,7 @@ def tell_everything(one: Reading) -> Reading:
     return dataclasses.replace(one, adam_rms={"a": 1.0 + t}, update_norm=0.1 + t, update_ratios={"a": 1e-3 * (1 + t)})
 
 
-def tell(rule: InstabilityForecast, facts: Iterable[Fact]) -> list[Finding]:
+def collect(rule: InstabilityForecast, facts: Iterable[Fact]) -> list[Finding]:
     return [finding for fact in facts for finding in rule.observe(fact)]
 
 
@@ -72,7 +72,7 @@ def values_after(readings: Sequence[Reading]) -> dict[str, float]:
 
 
 def make_model(indicator: str, above: float, *, threshold: float = 0.5, patience: int = 1) -> Model:
-    """One tree that asks one question."""
+    """Return a model of one tree with one split."""
     tree = ((NAMES.index(indicator), above, 1, 2, 0.0), (-1, 0.0, 0, 0, -4.0), (-1, 0.0, 0, 0, 4.0))
     return Model(
         horizon=32,
@@ -88,11 +88,11 @@ def make_model(indicator: str, above: float, *, threshold: float = 0.5, patience
 # --- indicators ------------------------------------------------------------------------------------------------------
 
 
-def test_every_indicator_has_words() -> None:
+def test_every_indicator_has_a_description() -> None:
     assert set(WORDS) == set(NAMES)
 
 
-def test_a_run_that_breaks_moves_the_indicators_the_way_they_are_named() -> None:
+def test_an_unstable_run_moves_the_indicators_as_their_names_say() -> None:
     calm, wild = values_after(learns(100)), values_after(breaks(100))
 
     for name in ("norm_trend", "norm_volatility", "loss_above_best", "loss_volatility", "loss_peak", "rate_rise"):
@@ -100,7 +100,7 @@ def test_a_run_that_breaks_moves_the_indicators_the_way_they_are_named() -> None
 
 
 def test_indicators_do_not_depend_on_the_unit_of_loss_or_gradient() -> None:
-    """Only the floors, 1e-4 of a logarithm, and rounding tell units apart."""
+    """Only the floors, 1e-4 of a logarithm, and rounding depend on the unit."""
     run = breaks(100)
     other = [
         dataclasses.replace(
@@ -122,9 +122,9 @@ def test_oscillation_is_one_when_each_move_undoes_the_last() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_nonfinite_step_enters_no_average(poison: float) -> None:
     run = learns(80)
-    spoilt = [*run[:40], poisoned(40, poison), *run[40:]]
+    with_poison = [*run[:40], poisoned(40, poison), *run[40:]]
 
-    clean, dirty = values_after(run), values_after(spoilt)
+    clean, dirty = values_after(run), values_after(with_poison)
 
     assert {n: v for n, v in dirty.items() if n != "skip_share"} == {
         n: v for n, v in clean.items() if n != "skip_share"
@@ -133,14 +133,14 @@ def test_a_nonfinite_step_enters_no_average(poison: float) -> None:
 
 
 def test_a_nonfinite_step_that_was_applied_enters_no_average_either() -> None:
-    """On SANITIZE a step is applied although its gradient was not finite."""
+    """With SANITIZE a step is applied although its gradient was not finite."""
     run = learns(80)
     applied = reading(40, 1.0, math.inf, num_nonfinite=3, skipped=False)
 
     assert values_after([*run[:40], applied, *run[40:]]) == pytest.approx(values_after(run), abs=1e-3)
 
 
-def test_indicators_stay_finite_and_bounded_whatever_comes() -> None:
+def test_indicators_stay_finite_and_bounded_on_any_input() -> None:
     r = random.Random(1)
     losses = [0.0, -3.0, 1e-30, 1e300, -1e300, 5e-324, 1.0]
     norms = [0.0, 1e-45, 1e38, 1e300, 1.0]
@@ -152,7 +152,7 @@ def test_indicators_stay_finite_and_bounded_whatever_comes() -> None:
         assert all(abs(value) <= BOUND for value in indicators.values())
 
 
-def test_what_is_measured_now_and_then_grows_stale() -> None:
+def test_occasional_measurements_become_stale() -> None:
     run = learns(80)
     fresh = [*run[:60], reading(60, adam_rms={"a": 3.0, "b": math.nan})]
 
@@ -161,7 +161,7 @@ def test_what_is_measured_now_and_then_grows_stale() -> None:
 
 
 def test_memory_does_not_grow_with_the_run() -> None:
-    """Constant work a step: the state of a long run is as large as that of a short one."""
+    """Work per step is constant: the state of a long run is as large as that of a short one."""
 
     def count(plain: object) -> int:
         if isinstance(plain, dict):
@@ -178,9 +178,9 @@ def test_memory_does_not_grow_with_the_run() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 5, 20, 62, 90])
-def test_restored_indicators_go_on_to_the_last_bit(at: int) -> None:
-    """Told by values, not by state: what is left out of the state would be missing on both sides of a comparison."""
-    run = [tell_everything(one) for one in breaks(120)]
+def test_restored_indicators_continue_bit_for_bit(at: int) -> None:
+    """Compares values, not states: a field missing from the state would be missing on both sides."""
+    run = [add_optional_facts(one) for one in breaks(120)]
     whole, first, second = Indicators(), Indicators(), Indicators()
     for one in run[:at]:
         whole.observe(one)
@@ -196,7 +196,7 @@ def test_restored_indicators_go_on_to_the_last_bit(at: int) -> None:
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_the_shipped_model_is_plain_and_whole() -> None:
+def test_the_shipped_model_is_complete_plain_data() -> None:
     path = Path(instability.__file__).with_name("forecast_model.json")
     content = json.loads(path.read_text(encoding="utf-8"))
 
@@ -211,7 +211,7 @@ def test_the_shipped_model_is_plain_and_whole() -> None:
         assert 0 < model.threshold < 1
 
 
-def test_a_probability_lies_on_the_line_between_two_calibrated_points() -> None:
+def test_a_probability_is_interpolated_between_calibrated_points() -> None:
     model = make_model("loss_trend", 0.0)
 
     assert model.calibrate(0.0) == pytest.approx(0.5)
@@ -226,7 +226,7 @@ def test_contributions_add_up_to_the_score() -> None:
     assert model.base + roots + sum(model.explain(values).values()) == pytest.approx(model.score(values))
 
 
-def test_a_horizon_without_a_model_is_told_with_those_there_are() -> None:
+def test_a_horizon_without_a_model_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"horizon is 7, and there is no model for it\. There are 32"):
         standard_rules(DetectConfig(forecast=ForecastConfig(enabled=True, horizon=7)))
 
@@ -234,27 +234,27 @@ def test_a_horizon_without_a_model_is_told_with_those_there_are() -> None:
 # --- the rule --------------------------------------------------------------------------------------------------------
 
 
-def test_the_forecast_is_off_unless_it_is_asked_for() -> None:
+def test_the_forecast_is_off_by_default() -> None:
     assert "instability_forecast" not in {rule.name for rule in standard_rules(DetectConfig())}
     assert "instability_forecast" in {rule.name for rule in standard_rules(ON)}
     off = DetectConfig(forecast=ForecastConfig(enabled=True), off=("instability_forecast",))
     assert "instability_forecast" not in {rule.name for rule in standard_rules(off)}
 
 
-def test_it_can_be_switched_on_from_a_file() -> None:
+def test_the_forecast_can_be_enabled_in_a_file() -> None:
     config = GuardConfig.from_dict({"detect": {"forecast": {"enabled": True, "threshold": 0.4}}})
 
     assert config.detect.forecast == ForecastConfig(enabled=True, threshold=0.4)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, -0.1, math.nan])
-def test_a_threshold_is_a_probability(threshold: float) -> None:
+def test_the_threshold_is_a_probability(threshold: float) -> None:
     with pytest.raises(ConfigError, match=r"ForecastConfig\.threshold must lie between 0 and 1"):
         ForecastConfig(threshold=threshold)
 
 
-def test_a_run_that_breaks_is_foretold_by_what_drove_it() -> None:
-    (finding, *_) = tell(InstabilityForecast(EARLY), breaks(140))
+def test_an_unstable_run_is_forecast_with_its_drivers() -> None:
+    (finding, *_) = collect(InstabilityForecast(EARLY), breaks(140))
 
     assert finding.kind == "instability_forecast"
     assert finding.severity is Severity.WARNING
@@ -266,9 +266,9 @@ def test_a_run_that_breaks_is_foretold_by_what_drove_it() -> None:
     assert finding.message.startswith("forecast:")
 
 
-def test_the_indicator_that_the_trees_asked_for_is_the_one_named() -> None:
+def test_the_indicator_of_the_deciding_split_is_named() -> None:
     rule = InstabilityForecast(ON, make_model("rate_rise", 0.2))
-    (finding,) = tell(rule, breaks(120))
+    (finding,) = collect(rule, breaks(120))
 
     assert finding.evidence["indicators"] == ["rate_rise"]
     assert finding.evidence["contributions"] == [4.0]
@@ -276,77 +276,77 @@ def test_the_indicator_that_the_trees_asked_for_is_the_one_named() -> None:
 
 @pytest.mark.parametrize("run", HEALTHY)
 @pytest.mark.parametrize("config", [ON, EARLY])
-def test_healthy_runs_are_not_foretold_to_break(run: str, config: DetectConfig) -> None:
-    assert tell(InstabilityForecast(config), HEALTHY[run]()) == []
+def test_healthy_runs_get_no_forecast(run: str, config: DetectConfig) -> None:
+    assert collect(InstabilityForecast(config), HEALTHY[run]()) == []
 
 
-def test_nothing_is_said_before_enough_steps_were_seen() -> None:
-    rule = InstabilityForecast(ON, make_model("loss_trend", -BOUND - 1))  # says yes to everything
+def test_no_forecast_is_made_before_enough_steps() -> None:
+    rule = InstabilityForecast(ON, make_model("loss_trend", -BOUND - 1))  # always positive
 
-    assert [f.step for f in tell(rule, learns(40))] == [WARM_UP - 1]
+    assert [f.step for f in collect(rule, learns(40))] == [WARM_UP - 1]
 
 
-def test_a_run_that_tells_no_loss_is_not_judged() -> None:
+def test_a_run_without_a_loss_gets_no_forecast() -> None:
     rule = InstabilityForecast(ON, make_model("loss_trend", -BOUND - 1))
 
-    assert tell(rule, [reading(t, None) for t in range(60)]) == []
+    assert collect(rule, [reading(t, None) for t in range(60)]) == []
 
 
-def test_one_alarm_is_told_once_and_again_after_a_quiet_horizon() -> None:
+def test_an_alarm_is_reported_once_and_again_after_a_quiet_horizon() -> None:
     rule = InstabilityForecast(ON, make_model("rate_rise", 0.2))
     up, down = breaks(90, at=40)[40:], learns(200)
     numbered = [*learns(40), *up, *down, *up]
-    told = tell(rule, [dataclasses.replace(one, step=t) for t, one in enumerate(numbered)])
+    findings = collect(rule, [dataclasses.replace(one, step=t) for t, one in enumerate(numbered)])
 
-    assert len(told) == 2
-    assert told[1].step > 290
+    assert len(findings) == 2
+    assert findings[1].step > 290
 
 
-def test_patience_asks_for_several_steps_in_a_row() -> None:
+def test_patience_needs_several_steps_in_a_row() -> None:
     eager, patient = (InstabilityForecast(ON, make_model("rate_rise", 0.2, patience=p)) for p in (1, 4))
     run = breaks(120)
 
-    assert tell(patient, run)[0].step == tell(eager, run)[0].step + 3
+    assert collect(patient, run)[0].step == collect(eager, run)[0].step + 3
 
 
 @pytest.mark.parametrize("at", [10, 50, 75, 76, 77])
 def test_a_restart_changes_nothing(at: int) -> None:
     run = breaks(140)
     whole, first, second = (InstabilityForecast(ON, make_model("norm_trend", 0.3, patience=2)) for _ in range(3))
-    expected = tell(whole, run)
+    expected = collect(whole, run)
 
-    told = tell(first, run[:at])
+    findings = collect(first, run[:at])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    told += tell(second, run[at:])
+    findings += collect(second, run[at:])
 
-    assert told == expected
+    assert findings == expected
     assert expected
     assert second.state_dict() == whole.state_dict()
 
 
-def test_a_restart_in_the_middle_of_patience_does_not_start_it_anew() -> None:
+def test_a_restart_during_patience_does_not_reset_it() -> None:
     run, model = breaks(120), make_model("rate_rise", 0.2, patience=4)
-    (expected,) = tell(InstabilityForecast(ON, model), run)
+    (expected,) = collect(InstabilityForecast(ON, model), run)
     first, second = InstabilityForecast(ON, model), InstabilityForecast(ON, model)
 
-    tell(first, run[: expected.step - 1])  # two of the four steps are seen
+    collect(first, run[: expected.step - 1])  # two of the four steps are seen
     second.load_state_dict(first.state_dict())
 
-    assert tell(second, run[expected.step - 1 :]) == [expected]
+    assert collect(second, run[expected.step - 1 :]) == [expected]
 
 
-# --- what is done about it -------------------------------------------------------------------------------------------
+# --- acting on it ----------------------------------------------------------------------------------------------------
 
 
 def forecast_of_a_break() -> Finding:
-    return tell(InstabilityForecast(EARLY), breaks(140))[0]
+    return collect(InstabilityForecast(EARLY), breaks(140))[0]
 
 
-def test_a_forecast_is_told_and_not_acted_on_by_default() -> None:
+def test_a_forecast_is_only_reported_by_default() -> None:
     assert Judge().decide(forecast_of_a_break()).action is Action.NONE
 
 
-def test_a_policy_may_act_on_a_forecast_and_the_verdict_says_that_it_was_one() -> None:
+def test_a_policy_may_act_on_a_forecast_and_the_verdict_names_it() -> None:
     judge = Judge(Policy(actions={"instability_forecast": Action.SCALE_LR}))
 
     verdict = judge.decide(forecast_of_a_break())
@@ -356,7 +356,7 @@ def test_a_policy_may_act_on_a_forecast_and_the_verdict_says_that_it_was_one() -
     assert "instability_forecast" in verdict.reason
 
 
-def test_the_detector_keeps_the_forecasts_history() -> None:
+def test_the_detector_saves_the_forecasts_history() -> None:
     first, second = Detector(standard_rules(ON)), Detector(standard_rules(ON))
     for one in learns(50):
         first.observe(one)

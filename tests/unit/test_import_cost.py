@@ -1,4 +1,4 @@
-"""What `from steadygrad import Guard` may load: torch, ourselves, and nothing that is slow to import or not used."""
+"""What `from steadygrad import Guard` may load: torch, our own modules, and nothing slow or unused."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ UNUSED = (
     "steadygrad.adapters",
     "steadygrad.cli",
 )
-"""Parts of ours that a plain training never uses."""
+"""Our parts that a plain training never uses."""
 
 
-def test_importing_guard_loads_nothing_slow_and_nothing_that_it_does_not_use() -> None:
+def test_importing_guard_loads_nothing_slow_or_unused() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); from steadygrad import Guard; "
         "print(*sorted(set(sys.modules) - before))"

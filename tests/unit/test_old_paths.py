@@ -1,4 +1,4 @@
-"""Import paths that the documentation named before: they work for one release, give the same things, and warn."""
+"""Former import paths work for one release, give the same objects, and warn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOVED = {
 
 
 @pytest.mark.parametrize("path", MOVED)
-def test_an_old_path_gives_the_same_thing_and_warns(path: str) -> None:
+def test_an_old_path_gives_the_same_object_and_warns(path: str) -> None:
     module, _, name = path.rpartition(".")
     expected = getattr(importlib.import_module(MOVED[path]), name)
 
@@ -33,13 +33,13 @@ def test_an_old_path_gives_the_same_thing_and_warns(path: str) -> None:
     assert found is expected
 
 
-def test_a_name_that_was_never_there_is_an_attribute_error() -> None:
+def test_a_name_that_never_existed_raises_an_attribute_error() -> None:
     old = importlib.import_module("steadygrad.checkpoint.diff")
     with pytest.raises(AttributeError, match=r"steadygrad\.scan\.diff"):
         _ = old.no_such_name
 
 
-def test_the_old_path_of_the_recipes_gives_the_very_same_modules_and_warns() -> None:
+def test_the_old_path_of_the_recipes_gives_the_same_modules_and_warns() -> None:
     code = (
         "import importlib.util, warnings\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
@@ -66,15 +66,13 @@ def test_the_old_path_of_the_recipes_gives_the_very_same_modules_and_warns() -> 
 # --- recipes by entry point ---------------------------------------------------------------------------------------
 
 
-def test_the_table_of_our_recipes_says_what_the_entry_points_say() -> None:
+def test_our_table_of_recipes_matches_the_entry_points() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"][recipes.GROUP] == steadygrad_recipes.RECIPES
 
 
 @pytest.mark.parametrize("is_registered", [True, False])
-def test_recipes_are_found_with_entry_points_and_in_a_checkout_without(
-    is_registered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_are_found_with_and_without_entry_points(is_registered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("theirs", "their_recipe", recipes.GROUP)]
     if is_registered:
         points += [EntryPoint(name, module, recipes.GROUP) for name, module in steadygrad_recipes.RECIPES.items()]

@@ -1,4 +1,4 @@
-"""The policy: what is done about a finding, how it escalates, and where it stops."""
+"""The policy: how it answers a finding, how it escalates, and when it stops."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def finding(kind: str, step: int, severity: Severity = Severity.ERROR) -> Findin
 
 
 def proven(kind: str, step: int, **evidence: float | str) -> Finding:
-    """A finding on finite numbers that the paired test has confirmed."""
+    """Return a finding on finite numbers, confirmed by the paired test."""
     evidence = {"proof": Answer.DAMAGED.value, **evidence}
     return Finding(kind=kind, severity=Severity.ERROR, step=step, message="made up", evidence=evidence)
 
 
 def bad_steps(judge: Judge, steps: range | list[int]) -> list[Verdict]:
-    """A NaN loss with NaN gradients at each of the steps: the verdict on the first finding of each."""
+    """Judge a NaN loss with NaN gradients at each of the steps; return the verdict on the first finding of each."""
     verdicts = []
     for step in steps:
         bad = poisoned(step, math.nan)
@@ -47,7 +47,7 @@ def test_single_nonfinite_steps_only_skip() -> None:
     assert set(actions(bad_steps(Judge(), [3, 10, 12, 30, 55]))) == {Action.SKIP}
 
 
-def test_three_in_a_row_halve_the_learning_rate_and_ten_roll_back() -> None:
+def test_three_nonfinite_steps_halve_the_rate_and_ten_roll_back() -> None:
     verdicts = bad_steps(Judge(), range(20, 30))
 
     assert actions(verdicts) == [
@@ -68,28 +68,28 @@ def test_the_third_rollback_halts() -> None:
     assert taken[:5] == [
         (2, Action.SCALE_LR),
         (9, Action.ROLLBACK),
-        (12, Action.SCALE_LR),  # the first one was taken back with the weights
+        (12, Action.SCALE_LR),  # the rollback undid the first one together with the weights
         (19, Action.ROLLBACK),
         (29, Action.HALT),
     ]
     assert "rollback" in verdicts[29].reason
 
 
-def test_rollbacks_that_lie_far_apart_do_not_halt() -> None:
+def test_rollbacks_far_apart_do_not_halt() -> None:
     judge = Judge()
 
     for start in range(0, 10_000, 1000):
         assert actions(bad_steps(judge, range(start, start + 10)))[-1] is Action.ROLLBACK
 
 
-def test_rollbacks_that_helped_are_no_reason_to_give_up() -> None:
+def test_successful_rollbacks_do_not_halt() -> None:
     judge = Judge()
 
     for start in range(0, 2000, 120):
         assert actions(bad_steps(judge, range(start, start + 10)))[-1] is Action.ROLLBACK
 
 
-def test_a_good_step_ends_the_stretch() -> None:
+def test_a_good_step_ends_the_streak() -> None:
     verdicts = bad_steps(Judge(), [1, 2, 4, 5, 7, 8])
 
     assert set(actions(verdicts)) == {Action.SKIP}
@@ -119,7 +119,7 @@ def test_nonfinite_weights_are_rolled_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["loss_spike", "dead_units", "rising_norm", "somebody_elses"])
-def test_what_is_not_in_the_table_is_told_and_not_acted_on(kind: str) -> None:
+def test_findings_outside_the_table_are_only_reported(kind: str) -> None:
     assert Judge().decide(finding(kind, 5, Severity.WARNING), reading=reading(5)).action is Action.NONE
 
 
@@ -132,7 +132,7 @@ def test_an_info_is_never_acted_on() -> None:
     assert judge.decide(finding("loss_explosion", 30, Severity.INFO)).action is Action.NONE
 
 
-def test_a_finding_about_a_clipped_step_tells_the_clip() -> None:
+def test_a_finding_about_a_clipped_step_reports_the_clip() -> None:
     verdict = Judge().decide(
         finding("exploding_gradient", 5, Severity.INFO), reading=reading(5, 1.0, 50.0, clip_coefficient=0.02)
     )
@@ -168,7 +168,7 @@ def test_explosions_beyond_the_budget_roll_back_and_then_halt() -> None:
     ]
 
 
-def test_weight_decay_beyond_the_budget_is_left_alone_and_said_so() -> None:
+def test_weight_decay_beyond_the_budget_stays_and_this_is_reported() -> None:
     judge = Judge(Policy(require_proof=False, max_weight_decay_changes=1, cooldown_steps=10))
     judge.decide(finding("overfitting", 0))
 
@@ -178,14 +178,14 @@ def test_weight_decay_beyond_the_budget_is_left_alone_and_said_so() -> None:
     assert "the budget of 1 x scale_weight_decay in 1000 steps is spent" in verdict.reason
 
 
-def test_a_budget_is_there_again_after_its_window() -> None:
+def test_a_budget_is_restored_after_its_window() -> None:
     judge = Judge(Policy(require_proof=False, max_weight_decay_changes=1, budget_steps=1000))
     judge.decide(finding("overfitting", 0))
 
     assert judge.decide(finding("overfitting", 1000)).action is Action.SCALE_WEIGHT_DECAY
 
 
-def test_more_skips_than_the_budget_halt() -> None:
+def test_skips_beyond_the_budget_halt() -> None:
     judge = Judge(Policy(max_skips=5))
 
     verdicts = bad_steps_until_halt(judge, range(0, 40, 4))
@@ -206,7 +206,7 @@ def bad_steps_until_halt(judge: Judge, steps: range) -> list[Verdict]:
 # --- the ready-made policies -----------------------------------------------------------------------------------------
 
 
-def test_observe_only_tells_what_the_reflex_did() -> None:
+def test_observe_only_reports_what_the_reflex_did() -> None:
     judge = Judge(Policy.observe())
 
     assert set(actions(bad_steps(judge, range(40)))) == {Action.SKIP}
@@ -242,7 +242,7 @@ def test_raise_halts_at_a_nonfinite_step_whatever_the_policy() -> None:
         assert judge.decide(finding("nonfinite_loss", 3), reading=poisoned(3, math.nan)).action is Action.HALT
 
 
-def test_raise_does_not_halt_while_a_loss_scale_is_searched() -> None:
+def test_raise_does_not_halt_during_the_loss_scale_search() -> None:
     judge = Judge(on_nonfinite=Action.HALT)
 
     verdict = judge.decide(finding("nonfinite_gradient", 3, Severity.INFO), reading=poisoned(3, math.inf))
@@ -250,7 +250,7 @@ def test_raise_does_not_halt_while_a_loss_scale_is_searched() -> None:
     assert verdict.action is Action.SKIP
 
 
-def test_sanitized_steps_escalate_too_and_spend_no_skips() -> None:
+def test_sanitized_steps_escalate_and_use_no_skip_budget() -> None:
     judge = Judge(Policy(max_skips=1), on_nonfinite=Action.SANITIZE)
 
     verdicts = [
@@ -260,10 +260,10 @@ def test_sanitized_steps_escalate_too_and_spend_no_skips() -> None:
     assert actions(verdicts) == [Action.SANITIZE, Action.SANITIZE, Action.SCALE_LR, Action.SANITIZE]
 
 
-# --- the user's own answers ------------------------------------------------------------------------------------------
+# --- custom actions --------------------------------------------------------------------------------------------------
 
 
-def test_own_answers_take_the_place_of_the_table() -> None:
+def test_custom_actions_replace_the_table() -> None:
     judge = Judge(Policy(actions={"loss_spike": Action.ROLLBACK, "overfitting": "none", "divergence": "halt"}))  # type: ignore[dict-item]
 
     assert judge.decide(finding("loss_spike", 1)).action is Action.ROLLBACK
@@ -271,13 +271,13 @@ def test_own_answers_take_the_place_of_the_table() -> None:
     assert judge.decide(finding("divergence", 1)).action is Action.HALT
 
 
-def test_an_own_answer_of_none_to_bad_steps_leaves_the_skip() -> None:
+def test_a_custom_none_for_bad_steps_keeps_the_skip() -> None:
     judge = Judge(Policy(actions={"nonfinite_loss": Action.NONE, "nonfinite_gradient": Action.NONE}))
 
     assert set(actions(bad_steps(judge, range(20)))) == {Action.SKIP}
 
 
-def test_the_table_is_one_place_and_holds_the_numbers_of_the_policy() -> None:
+def test_the_table_has_the_numbers_of_the_policy() -> None:
     table = build_table(Policy(lr_factor=0.25, nonfinite_steps_to_rollback=7))
 
     assert [(r.action, r.factor, r.after) for r in table["nonfinite_loss"]] == [
@@ -290,7 +290,7 @@ def test_the_table_is_one_place_and_holds_the_numbers_of_the_policy() -> None:
 # --- state and settings ----------------------------------------------------------------------------------------------
 
 
-def test_a_judge_that_was_saved_and_restored_decides_the_same() -> None:
+def test_a_restored_judge_decides_the_same() -> None:
     whole, first = Judge(), Judge()
     expected = bad_steps(whole, range(28))
 
@@ -303,7 +303,7 @@ def test_a_judge_that_was_saved_and_restored_decides_the_same() -> None:
     assert second.state_dict() == whole.state_dict()
 
 
-def test_a_judge_needs_no_reading() -> None:
+def test_a_judge_works_without_a_reading() -> None:
     given: Reading | None = None
 
     assert Judge().decide(finding("nonfinite_validation", 3), reading=given).action is Action.SCALE_LR
@@ -329,7 +329,7 @@ def test_a_wrong_setting_is_named(wrong: dict[str, Any], message: str) -> None:
         Policy(**wrong)
 
 
-def test_a_policy_is_read_from_plain_values_and_written_back() -> None:
+def test_a_policy_survives_conversion_to_plain_values() -> None:
     values = {"policy": {"actions": {"loss_spike": "rollback"}, "halt_at": "critical", "ramp_back_steps": 200}}
 
     config = GuardConfig.from_dict(values)
@@ -343,12 +343,12 @@ def test_the_ramp_back_is_off_by_default() -> None:
     assert Policy().ramp_back_steps is None
 
 
-def test_a_loss_that_does_not_come_back_rolls_back_with_its_rates() -> None:
+def test_an_unrecovered_loss_rolls_back_with_its_rates() -> None:
     verdict = Judge(Policy.eager()).decide(finding("unrecovered_loss", 120), reading=reading(120))
     assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 1.0)
 
 
-def test_a_second_loss_that_does_not_come_back_keeps_the_lowered_rate() -> None:
+def test_a_second_unrecovered_loss_keeps_the_lowered_rate() -> None:
     judge = Judge(Policy.eager())
     kinds = ["loss_explosion", "unrecovered_loss", "loss_explosion", "unrecovered_loss"]
     verdicts = [judge.decide(finding(kind, 100 + 20 * i)) for i, kind in enumerate(kinds)]
@@ -359,17 +359,17 @@ def test_a_second_loss_that_does_not_come_back_keeps_the_lowered_rate() -> None:
 # --- a learning rate that is too high from the start -----------------------------------------------------------------
 
 
-def test_a_rate_that_is_too_high_from_the_start_begins_anew_with_a_lower_one() -> None:
+def test_a_rate_too_high_from_the_start_restarts_with_a_lower_one() -> None:
     verdict = Judge().decide(proven("rate_too_high", 9), reading=reading(9))
     assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 0.05)
 
 
-def test_how_far_the_weights_ran_says_how_much_lower() -> None:
+def test_the_growth_of_the_weights_decides_how_much_lower() -> None:
     verdict = Judge().decide(proven("rate_too_high", 7, lr_factor=0.03), reading=reading(7))
     assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 0.03)
 
 
-def test_a_rate_that_is_still_too_high_is_lowered_again_and_then_only_reported() -> None:
+def test_a_rate_still_too_high_is_lowered_again_and_then_only_reported() -> None:
     judge = Judge()
     verdicts = [judge.decide(proven("rate_too_high", 10 * i), reading=reading(10 * i)) for i in range(3)]
     assert actions(verdicts) == [Action.ROLLBACK, Action.ROLLBACK, Action.NONE]
@@ -377,7 +377,7 @@ def test_a_rate_that_is_still_too_high_is_lowered_again_and_then_only_reported()
     assert "but there were 2 rollbacks in 1000 steps" in verdicts[2].reason
 
 
-def test_a_run_that_is_ruined_at_the_start_begins_anew_as_often_as_the_rate_may_be_changed_and_then_halts() -> None:
+def test_a_run_ruined_at_the_start_restarts_within_the_rate_budget_and_then_halts() -> None:
     judge = Judge(Policy(max_lr_changes=3))
     ruined = [proven("rate_too_high", 10 * i, proof=Answer.NONFINITE.value) for i in range(4)]
     verdicts = [judge.decide(one, reading=poisoned(one.step, math.nan)) for one in ruined]
@@ -385,17 +385,17 @@ def test_a_run_that_is_ruined_at_the_start_begins_anew_as_often_as_the_rate_may_
     assert [v.factor for v in verdicts[:3]] == [0.05] * 3
 
 
-def test_attempts_with_a_lower_rate_do_not_count_as_rollbacks_that_were_in_vain() -> None:
+def test_restarts_with_a_lower_rate_do_not_count_as_failed_rollbacks() -> None:
     judge = Judge()
     for step in (0, 10, 20):
         judge.decide(proven("rate_too_high", step, proof=Answer.NONFINITE.value), reading=poisoned(step, math.nan))
 
     assert judge.decide(proven("rate_too_high", 40), reading=reading(40)).action is Action.ROLLBACK
     back = bad_steps(judge, range(50, 60))[-1]
-    assert (back.action, back.factor) == (Action.ROLLBACK, None)  # with the rate that was lowered
+    assert (back.action, back.factor) == (Action.ROLLBACK, None)  # with the lowered rate
 
 
-def test_a_policy_that_changes_no_hyperparameter_does_not_begin_anew() -> None:
+def test_a_policy_without_hyperparameter_changes_does_not_restart() -> None:
     verdict = Judge(Policy.patient()).decide(proven("rate_too_high", 9), reading=reading(9))
     assert verdict.action is Action.NONE
     assert "the policy changes no hyperparameters" in verdict.reason
@@ -415,18 +415,18 @@ def test_finite_numbers_without_proof_are_only_reported(kind: str, answer: Answe
 
 
 @pytest.mark.parametrize("kind", FINITE)
-def test_finite_numbers_with_proof_go_back_to_the_better_weights(kind: str) -> None:
+def test_proven_damage_on_finite_numbers_rolls_back(kind: str) -> None:
     assert Judge().decide(proven(kind, 50), reading=reading(60)).action is Action.ROLLBACK
 
 
-def test_harm_that_comes_back_is_answered_with_a_lower_rate_as_well() -> None:
+def test_repeated_damage_also_lowers_the_rate() -> None:
     judge = Judge()
     verdicts = [judge.decide(proven("divergence", step), reading=reading(step)) for step in (100, 300, 500)]
     assert [(v.action, v.factor) for v in verdicts[:2]] == [(Action.ROLLBACK, None), (Action.ROLLBACK, 0.5)]
     assert verdicts[2].action is Action.NONE  # finite numbers never halt a run
 
 
-def test_a_rate_that_was_raised_is_brought_back_to_what_did_no_harm() -> None:
+def test_a_raised_rate_is_set_back_to_a_harmless_one() -> None:
     verdict = Judge().decide(proven("loss_explosion", 100, lr_factor=0.01), reading=reading(120))
     assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 0.01)
     patient = Judge(Policy.patient()).decide(proven("loss_explosion", 100, lr_factor=0.01), reading=reading(120))
@@ -437,11 +437,11 @@ def test_overfitting_is_reported_and_the_weight_decay_stays() -> None:
     assert Judge().decide(finding("overfitting", 99, Severity.WARNING)).action is Action.NONE
 
 
-def test_an_answer_of_the_users_own_needs_no_proof() -> None:
+def test_a_custom_action_needs_no_proof() -> None:
     judge = Judge(Policy(actions={"loss_explosion": Action.SCALE_LR}))
     assert judge.decide(finding("loss_explosion", 9), reading=reading(12)).action is Action.SCALE_LR
 
 
-def test_a_misspelt_kind_of_finding_is_refused_with_the_one_that_was_meant() -> None:
+def test_a_misspelt_kind_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"\['loss_spik'\] names no kind of finding. Did you mean 'loss_spike'"):
         Policy(actions={"loss_spik": Action.ROLLBACK})

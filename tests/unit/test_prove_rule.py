@@ -1,4 +1,4 @@
-"""The rules of the paired test, on numbers alone: what counts as harm, and what only looks like it."""
+"""The rules of the paired test, on numbers alone: what counts as damage, and what only looks like it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def times(factor: float, losses: list[float] = LEARNT) -> list[float]:
         (times(1.9), LEARNT, False),
         ([0.1, *times(9)[1:]], LEARNT, True),  # one of eight is right by chance
         ([0.1, 0.1, *times(9)[2:]], LEARNT, False),
-        ([0.0, 2.0], [0.1, 0.1], False),  # of two, none may dissent
+        ([0.0, 2.0], [0.1, 0.1], False),  # with two batches, both must agree
         ([math.nan] * 8, LEARNT, True),
         (times(9), [math.nan] * 8, False),
         ([-1.0] * 8, [-2.0] * 8, True),  # negative: a ratio says nothing
@@ -43,25 +43,25 @@ def test_worse_is_twice_as_bad_on_every_batch_but_one_in_eight(
     ("now", "then", "first", "answer"),
     [
         (times(5), LEARNT, FIRST, True),
-        (times(2.2), LEARNT, FIRST, False),  # twice as bad, and an eighth of what was learnt
+        (times(2.2), LEARNT, FIRST, False),  # twice as bad, by an eighth of the progress
         (
             times(1e3, [1e-9] * 8),
             [1e-9] * 8,
             FIRST,
             False,
-        ),  # memorised data jump about
-        (times(5), LEARNT, [math.nan], True),  # the start is not known: the ratio must do
-        ([4.0] * 8, [3.5] * 8, FIRST, False),  # new data: earlier weights are worse than the initial ones
-        ([7.5] * 8, [3.5] * 8, FIRST, True),  # ... and the present ones twice as bad as having learnt nothing
+        ),  # losses on memorised data jump
+        (times(5), LEARNT, [math.nan], True),  # the initial loss is unknown: the ratio must be enough
+        ([4.0] * 8, [3.5] * 8, FIRST, False),  # new data: the earlier weights are worse than the initial ones
+        ([7.5] * 8, [3.5] * 8, FIRST, True),  # ... and the present ones are twice as bad as the initial ones
     ],
 )
-def test_damage_gives_back_a_real_share_of_what_was_learnt(
+def test_damage_loses_a_real_share_of_the_progress(
     now: list[float], then: list[float], first: list[float], answer: bool
 ) -> None:
     assert is_damaged(now, then, first, config=CONFIG) is answer
 
 
-def test_a_hit_is_larger_on_its_one_batch_and_notable_beside_what_was_learnt() -> None:
+def test_damage_by_one_batch_is_larger_there_and_notable_relative_to_the_progress() -> None:
     assert is_hit([1.0], [0.2], 3.0, config=CONFIG)
     assert not is_hit([0.7], [0.2], 3.0, config=CONFIG)
     assert not is_hit([1e-5], [1e-14], 3.0, config=CONFIG)
@@ -72,8 +72,8 @@ def test_worse_than_the_start_needs_an_excess() -> None:
     assert not is_worse_than_start([3.5] * 8, FIRST, config=CONFIG)
 
 
-def test_a_loss_that_may_be_negative_proves_nothing_against_the_start_until_it_is_infinite() -> None:
-    first = [-0.014] * 8  # an energy: its first value is any number
+def test_a_possibly_negative_loss_proves_nothing_against_the_start_until_it_is_infinite() -> None:
+    first = [-0.014] * 8  # an energy: its first value is arbitrary
     assert not is_worse_than_start([0.3] * 8, first, config=CONFIG)
     assert not is_worse_than_start([-0.01] * 8, first, config=CONFIG)
     assert is_worse_than_start([math.inf] * 8, first, config=CONFIG)
@@ -84,14 +84,16 @@ def test_a_loss_that_may_be_negative_proves_nothing_against_the_start_until_it_i
     [
         ([2.4] * 16, [0.9] * 16, 4.0, True),
         ([0.01, *[2.4] * 15], [0.9] * 16, 4.0, True),
-        ([1.0] * 16, [0.8] * 16, 4.0, False),  # ahead, and not worth going back for
-        ([0.01] * 16, [0.001] * 16, 11.0, False),  # ten times ahead where both have learnt nearly all there was
+        ([1.0] * 16, [0.8] * 16, 4.0, False),  # ahead, but not worth a rollback
+        ([0.01] * 16, [0.001] * 16, 11.0, False),  # ten times ahead when both have learnt nearly everything
         ([0.8] * 16, [1.0] * 16, 4.0, False),
         ([-1.0] * 16, [-5.0] * 16, 4.0, False),
         ([2.4] * 16, [math.nan] * 16, 4.0, False),
     ],
 )
-def test_a_second_try_must_be_far_ahead(now: list[float], fresh: list[float], began_at: float, answer: bool) -> None:
+def test_a_second_attempt_must_be_far_ahead(
+    now: list[float], fresh: list[float], began_at: float, answer: bool
+) -> None:
     assert is_held_back(now, fresh, began_at, config=CONFIG) is answer
 
 
@@ -100,13 +102,13 @@ def test_a_second_try_must_be_far_ahead(now: list[float], fresh: list[float], be
     [
         ([2.9] * 16, [1.5] * 16, 3.0, True),
         ([2.9] * 16, [2.8] * 16, 3.0, False),
-        ([0.8] * 16, [0.4] * 16, 3.0, False),  # it came down by itself
+        ([0.8] * 16, [0.4] * 16, 3.0, False),  # it recovered by itself
         ([math.inf] * 16, [1.5] * 16, 3.0, True),
         ([2.9] * 16, [math.nan] * 16, 3.0, False),
         ([2.9] * 8 + [1.0] * 8, [1.5] * 16, 3.0, False),
     ],
 )
-def test_a_lower_rate_must_be_ahead_of_a_run_that_learns_nothing(
+def test_a_lower_rate_must_beat_a_run_that_learns_nothing(
     now: list[float], lower: list[float], first: float, answer: bool
 ) -> None:
     assert is_rate_too_high(now, lower, first, config=CONFIG) is answer

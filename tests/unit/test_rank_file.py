@@ -1,4 +1,4 @@
-"""RankFile: what one rank alone has seen, on disk while it runs."""
+"""RankFile: what only one rank has seen, on disk during the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_each_start_names_rank_machine_and_process_and_is_on_disk_at_once(tmp_path: Path) -> None:
+def test_each_start_writes_rank_machine_and_process_at_once(tmp_path: Path) -> None:
     first = RankFile(tmp_path, 2, 8)
     second = RankFile(tmp_path, 2, 8)
     for line in read(tmp_path / "rank_2.jsonl"):
@@ -36,7 +36,7 @@ def test_each_start_names_rank_machine_and_process_and_is_on_disk_at_once(tmp_pa
     second.close()
 
 
-def test_an_incident_is_on_disk_when_the_call_returns_with_the_steps_before_it(tmp_path: Path) -> None:
+def test_an_incident_and_the_steps_before_it_are_on_disk_when_the_call_returns(tmp_path: Path) -> None:
     file = RankFile(tmp_path, 0, 2)
     file.write_own(2, float("nan"))
     file.write_incident(INCIDENT)
@@ -46,9 +46,7 @@ def test_an_incident_is_on_disk_when_the_call_returns_with_the_steps_before_it(t
     file.close()
 
 
-def test_a_sign_of_life_reaches_the_disk_when_a_second_has_passed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sign_of_life_is_written_after_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(rank_file.time, "monotonic", lambda: clock[0])
     file = RankFile(tmp_path, 0, 2)
@@ -60,7 +58,7 @@ def test_a_sign_of_life_reaches_the_disk_when_a_second_has_passed(
     file.close()
 
 
-def test_a_closed_file_takes_no_more_and_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_a_closed_file_takes_no_more_and_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     file = RankFile(tmp_path, 0, 2)
     file.close()
     file.close()

@@ -1,4 +1,4 @@
-"""The run directory: what stands in its files, when it is on disk, and that a broken sink never costs a training."""
+"""The run directory: what its files contain, when they are on disk, and that a broken sink never harms a training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FILES = ["incidents.jsonl", "layers.jsonl", "run.json", "steps.jsonl", "train.lo
 
 
 def read_json(line: str) -> Any:
-    """One value of strict JSON: a bare NaN or Infinity, which most parsers refuse, is an error here too."""
+    """Read one value of strict JSON: a bare NaN or Infinity, which most parsers refuse, is an error."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON: {line}")
@@ -116,14 +116,14 @@ def train(count: int, *, bad: set[int] = frozenset(), **settings: Any) -> tuple[
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_directory_holds_its_files_and_nothing_else(tmp_path: Path) -> None:
+def test_a_run_directory_contains_exactly_its_files(tmp_path: Path) -> None:
     _, guard = train(3, bad={1}, run_dir=tmp_path / "deep" / "run")
     guard.close()
     assert sorted(path.name for path in (tmp_path / "deep" / "run").iterdir()) == ["batches", *FILES]
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]
 
 
-def test_run_json_tells_config_versions_machine_and_parameters(tmp_path: Path) -> None:
+def test_run_json_contains_config_versions_machine_and_parameters(tmp_path: Path) -> None:
     config = GuardConfig(clip=FixedNorm(max_norm=0.5))
     _, guard = train(0, run_dir=tmp_path, config=config)
     guard.close()
@@ -164,7 +164,7 @@ def test_a_step_is_one_line_of_strict_json(tmp_path: Path) -> None:
     ]
 
 
-def test_what_stands_for_nan_and_inf_is_read_back_by_float(tmp_path: Path) -> None:
+def test_float_reads_back_the_spelling_of_nan_and_inf(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     run.write_step(make_record(loss=math.nan, grad_norm=-math.inf))
     run.close()
@@ -173,7 +173,7 @@ def test_what_stands_for_nan_and_inf_is_read_back_by_float(tmp_path: Path) -> No
     assert float(line["grad_norm"]) == -math.inf
 
 
-def test_a_number_survives_its_way_through_the_file(tmp_path: Path) -> None:
+def test_a_number_is_unchanged_after_writing_and_reading(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     run.write_step(make_record(loss=0.1 + 0.2, grad_norm=1e-300))
     run.close()
@@ -181,7 +181,7 @@ def test_a_number_survives_its_way_through_the_file(tmp_path: Path) -> None:
     assert (line["loss"], line["grad_norm"]) == (0.1 + 0.2, 1e-300)
 
 
-def test_layers_are_name_to_norm_largest_nonfinite_and_zeros(tmp_path: Path) -> None:
+def test_layers_map_names_to_norm_largest_nonfinite_and_zeros(tmp_path: Path) -> None:
     table = GradientTable(("a", "b"), (4, 3), [1.5, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 2.0, 1.0, 1.0])
     run = open_run(tmp_path)
     run.write_layers(7, table)
@@ -191,7 +191,7 @@ def test_layers_are_name_to_norm_largest_nonfinite_and_zeros(tmp_path: Path) -> 
     ]
 
 
-def test_an_incident_is_one_line_with_everything_about_it(tmp_path: Path) -> None:
+def test_an_incident_is_one_complete_line(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     run.write_incident(make_incident())
     cause = Cause(kind="nan", phase="forward", op="aten.sqrt", line=41, inputs=("[0, 1]",))
@@ -219,7 +219,7 @@ def test_an_incident_is_one_line_with_everything_about_it(tmp_path: Path) -> Non
     assert second["cause"]["inputs"] == ["[0, 1]"]
 
 
-def test_the_log_tells_the_same_in_greppable_text(tmp_path: Path) -> None:
+def test_the_log_contains_the_same_as_greppable_text(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     run.write_step(make_record())
     run.write_step(make_record(step=1, clipped=True, clip_coefficient=0.125, learning_rates=(0.1,)))
@@ -252,7 +252,7 @@ def test_an_incident_is_one_line_of_the_log_with_its_level(severity: Severity, l
     )
 
 
-def test_a_training_leaves_its_story_in_the_files(tmp_path: Path) -> None:
+def test_a_training_is_recorded_in_the_files(tmp_path: Path) -> None:
     _, guard = train(4, bad={2}, run_dir=tmp_path)
     guard.close()
 
@@ -269,7 +269,7 @@ def test_a_training_leaves_its_story_in_the_files(tmp_path: Path) -> None:
     assert sum(line.startswith("ERROR step=2 nonfinite_") for line in log) == len(incidents)
 
 
-def test_steps_are_written_as_often_as_the_config_says_and_skips_always(tmp_path: Path) -> None:
+def test_steps_are_written_at_the_configured_interval_and_skips_always(tmp_path: Path) -> None:
     config = GuardConfig(record=RecordConfig(steps_every=3, layers_every=0))
     _, guard = train(8, bad={4}, run_dir=tmp_path, config=config)
     guard.close()
@@ -296,7 +296,7 @@ def test_an_incident_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
         ).stdout
         assert read_json(seen)["finding"]["kind"] == "nonfinite_loss"
         assert "ERROR step=4" in (tmp_path / "train.log").read_text(encoding="utf-8")
-        assert len(read_lines(tmp_path / "steps.jsonl")) == 1  # what led to it is there as well
+        assert len(read_lines(tmp_path / "steps.jsonl")) == 1  # and so are the steps before it
     finally:
         run.close()
 
@@ -312,7 +312,7 @@ def test_the_incident_is_on_disk_before_on_incident_is_called(tmp_path: Path) ->
     assert seen == list(range(1, len(guard.incidents) + 1))
 
 
-def test_a_process_that_dies_leaves_its_incidents_behind(tmp_path: Path) -> None:
+def test_a_dying_process_leaves_its_incidents(tmp_path: Path) -> None:
     code = f"""
 import os
 from steadygrad.facts import Action, Finding, Incident, Outcome, Severity, Verdict
@@ -329,7 +329,7 @@ os._exit(9)  # nothing is closed or flushed on the way out
     assert [line["finding"]["kind"] for line in read_lines(tmp_path / "incidents.jsonl")] == ["k"]
 
 
-def test_a_fork_writes_no_line_of_a_rank_twice(tmp_path: Path) -> None:
+def test_a_fork_does_not_repeat_lines_of_a_rank(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 from steadygrad.record.rank_file import RankFile
@@ -345,7 +345,7 @@ file.close()
     assert [line.get("step") for line in read_lines(tmp_path / "rank_1.jsonl")] == [None, 0, 1]
 
 
-def test_steps_are_held_back_for_a_bounded_while_only(tmp_path: Path) -> None:
+def test_steps_are_buffered_for_a_limited_time(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     for step in range(RunDirectory.FLUSH_EVERY):
         run.write_step(make_record(step=step))
@@ -355,10 +355,10 @@ def test_steps_are_held_back_for_a_bounded_while_only(tmp_path: Path) -> None:
     run.close()
 
 
-# --- a directory that already holds a run ---------------------------------------------------------------------------
+# --- a directory with an earlier run --------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_not_resumed_is_kept_aside_whole(tmp_path: Path) -> None:
+def test_an_earlier_run_that_was_not_resumed_is_moved_aside(tmp_path: Path) -> None:
     _, first = train(3, bad={1}, run_dir=tmp_path)
     first.close()
     before = {name: (tmp_path / name).read_bytes() for name in FILES}
@@ -371,12 +371,12 @@ def test_a_run_that_was_not_resumed_is_kept_aside_whole(tmp_path: Path) -> None:
     assert (tmp_path / "earlier" / "1" / "batches").is_dir()
     assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == [0, 1]
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
-    told = next(finding for finding in second.findings if finding.kind == "new_run")
-    assert "guard.resume()" in told.advice
-    assert str(tmp_path / "earlier" / "1") in told.message
+    reported = next(finding for finding in second.findings if finding.kind == "new_run")
+    assert "guard.resume()" in reported.advice
+    assert str(tmp_path / "earlier" / "1") in reported.message
 
 
-def test_the_first_runs_json_survives_later_ones_which_are_added_to_it(tmp_path: Path) -> None:
+def test_the_first_run_json_is_kept_and_later_starts_are_added(tmp_path: Path) -> None:
     for value in (1.0, 2.0, 3.0):
         config = GuardConfig(sanitize_value=value).to_dict()
         RunDirectory(tmp_path, config=config, parameters=[], versions={}, run_id="a1").close()
@@ -388,7 +388,7 @@ def test_the_first_runs_json_survives_later_ones_which_are_added_to_it(tmp_path:
 
 
 @pytest.mark.parametrize("found", [b"", b"{", b"[1]", b"\xff", b'{"resumed": 3}'])
-def test_a_run_json_that_is_not_ours_is_kept_beside(found: bytes, tmp_path: Path) -> None:
+def test_a_foreign_run_json_is_kept(found: bytes, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(found)
     open_run(tmp_path).close()
     assert (tmp_path / "run-unreadable.json").read_bytes() == found
@@ -396,7 +396,7 @@ def test_a_run_json_that_is_not_ours_is_kept_beside(found: bytes, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log"])
-def test_a_line_cut_short_by_a_crash_spoils_no_other(name: str, tmp_path: Path) -> None:
+def test_a_truncated_line_affects_no_other(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"step":0}\n{"step":1,"lo', encoding="utf-8")
     train(1, bad={0}, sinks=[open_run(tmp_path)])[1].close()
     whole, half, *added = (tmp_path / name).read_text(encoding="utf-8").splitlines()
@@ -406,7 +406,7 @@ def test_a_line_cut_short_by_a_crash_spoils_no_other(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("below", ["file", "file/run"])
-def test_a_run_directory_that_cannot_be_made_is_told_in_our_words(below: str, tmp_path: Path) -> None:
+def test_a_run_directory_that_cannot_be_created_is_reported_in_our_words(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         train(1, run_dir=tmp_path / below)
@@ -417,7 +417,7 @@ def test_a_run_directory_that_cannot_be_made_is_told_in_our_words(below: str, tm
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
 
 
-def test_a_run_directory_that_fails_half_way_leaves_no_file_open(tmp_path: Path) -> None:
+def test_a_run_directory_that_fails_halfway_leaves_no_open_file(tmp_path: Path) -> None:
     (tmp_path / "incidents.jsonl").mkdir()
     with pytest.raises(ConfigError, match="run_dir"):
         open_run(tmp_path)
@@ -436,7 +436,7 @@ def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch:
 
 
 class MemorySink:
-    """Keeps what it is given; breaks in the calls named in `broken`."""
+    """Keeps its input; fails in the calls named in `broken`."""
 
     def __init__(self, *broken: str) -> None:
         self.broken = broken
@@ -472,7 +472,7 @@ def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("call", ["write_step", "write_layers", "write_incident"])
-def test_a_broken_sink_is_told_once_and_switched_off_while_others_go_on(
+def test_a_broken_sink_is_reported_once_and_disabled_while_others_continue(
     call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     healthy, _ = train(6, bad={1, 3})
@@ -487,14 +487,14 @@ def test_a_broken_sink_is_told_once_and_switched_off_while_others_go_on(
     assert [kept for kept in other.kept if isinstance(kept, int)] == list(range(6))
     assert sum(isinstance(kept, Incident) for kept in other.kept) == len(guard.incidents) > 0
     assert other.calls[-1] == "close"
-    told = errors_of(caplog)
-    assert len(told) == 1
-    assert "MemorySink" in told[0]
-    assert "No space left on device" in told[0]
-    assert "training continues" in told[0]
+    reported = errors_of(caplog)
+    assert len(reported) == 1
+    assert "MemorySink" in reported[0]
+    assert "No space left on device" in reported[0]
+    assert "training continues" in reported[0]
 
 
-def test_a_sink_that_breaks_on_close_does_not_keep_the_others_open(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_to_close_does_not_keep_others_open(caplog: pytest.LogCaptureFixture) -> None:
     broken, other = MemorySink("close"), MemorySink()
     recorder = Recorder([broken, other])
     recorder.close()
@@ -512,7 +512,7 @@ needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="n
 
 
 def open_files_below(path: Path) -> list[Path]:
-    """Files under `path` that this process holds open; a file dropped while open would warn as well."""
+    """Return files under `path` that this process has open; a file dropped while open would also warn."""
     gc.collect()
     opened = [fd.resolve() for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
     return [file for file in opened if path in file.parents]
@@ -520,7 +520,7 @@ def open_files_below(path: Path) -> list[Path]:
 
 @needs_full_device
 @pytest.mark.parametrize("bad", [set(), {0}], ids=["found at close", "found at a skip"])
-def test_a_broken_run_directory_leaves_no_file_open(bad: set[int], tmp_path: Path) -> None:
+def test_a_broken_run_directory_leaves_no_open_file(bad: set[int], tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").symlink_to("/dev/full")
     _, guard = train(1, bad=bad, run_dir=tmp_path)
     guard.close()
@@ -530,7 +530,7 @@ def test_a_broken_run_directory_leaves_no_file_open(bad: set[int], tmp_path: Pat
 
 @needs_full_device
 @pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log"])
-def test_a_full_disk_is_told_once_and_does_not_touch_the_training(
+def test_a_full_disk_is_reported_once_and_does_not_affect_the_training(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     healthy, _ = train(6, bad={1, 3})
@@ -541,14 +541,14 @@ def test_a_full_disk_is_told_once_and_does_not_touch_the_training(
     guard.close()
 
     assert_trained_alike(model, healthy)
-    told = errors_of(caplog)
-    assert len(told) == 1
-    assert "RunDirectory failed and is switched off" in told[0]
-    assert "No space left" in told[0]
+    reported = errors_of(caplog)
+    assert len(reported) == 1
+    assert "RunDirectory failed and is switched off" in reported[0]
+    assert "No space left" in reported[0]
     assert sum(isinstance(kept, Incident) for kept in other.kept) == len(guard.incidents) > 0
 
 
-def test_a_directory_deleted_under_a_training_does_not_touch_it(tmp_path: Path) -> None:
+def test_deleting_the_directory_does_not_affect_the_training(tmp_path: Path) -> None:
     healthy, _ = train(4, bad={2})
     model = make_model()
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "run")
@@ -565,5 +565,5 @@ def test_a_directory_deleted_under_a_training_does_not_touch_it(tmp_path: Path) 
         1,
         2,
         3,
-    ]  # none was written yet
+    ]  # none was written so far
     assert read_json((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["parameters"] == ["weight", "bias"]

@@ -1,4 +1,4 @@
-"""Update ratios on record: written where they were measured, read back and drawn; no sink must know of them."""
+"""Update ratios on record: written when measured, read back and drawn; sinks may ignore them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLE = GradientTable(("a",), (4,), [1.5, 1.0, 0.0, 0.0, 1.0])
 
 
 class OldSink:
-    """As people wrote them before there were ratios."""
+    """A sink in the style from before ratios existed."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -36,7 +36,7 @@ class OldSink:
 
 
 class NewSink(OldSink):
-    """One that takes them."""
+    """A sink that accepts them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def train(run_dir: Path, *, num_steps: int, parameters_every: int, layers_every:
     return model
 
 
-def test_a_line_of_layers_holds_the_ratios_that_were_measured_and_no_others(tmp_path: Path) -> None:
+def test_a_line_of_layers_has_exactly_the_measured_ratios(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path, config={}, parameters=["a"], versions={})
     run.write_layers(0, TABLE)
     run.write_layers(1, TABLE, {"a": 1e-3, "b": math.nan})
@@ -75,7 +75,7 @@ def test_a_line_of_layers_holds_the_ratios_that_were_measured_and_no_others(tmp_
     assert second["update_ratios"] == {"a": 1e-3, "b": "nan"}
 
 
-def test_a_sink_that_knows_nothing_of_ratios_goes_on_working() -> None:
+def test_a_sink_without_ratios_still_works() -> None:
     old, new = OldSink(), NewSink()
     recorder = Recorder([old, new])
     recorder.write_layers(0, TABLE)
@@ -84,7 +84,7 @@ def test_a_sink_that_knows_nothing_of_ratios_goes_on_working() -> None:
     assert new.ratios == [None, {"a": 0.5}]
 
 
-def test_the_ratios_on_record_are_those_of_the_step(tmp_path: Path) -> None:
+def test_recorded_ratios_are_those_of_the_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     before = torch.nn.Linear(4, 1).weight.detach()
     after = train(tmp_path, num_steps=1, parameters_every=1, layers_every=1).get_parameter("weight").detach()
@@ -92,7 +92,7 @@ def test_the_ratios_on_record_are_those_of_the_step(tmp_path: Path) -> None:
     ratios = line["update_ratios"]
     assert isinstance(ratios, dict)
     assert set(ratios) == {"weight", "bias"}
-    # A difference of float32 weights: three digits are left of an update of a thousandth.
+    # A difference of float32 weights: three digits remain of an update of a thousandth.
     assert ratios["weight"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-2)
 
 
@@ -100,7 +100,7 @@ def test_the_ratios_on_record_are_those_of_the_step(tmp_path: Path) -> None:
     ("parameters_every", "layers_every", "steps"),
     [(10, 20, [0, 20, 40]), (7, 20, [0, 21, 42]), (1, 20, [0, 20, 40]), (0, 20, [])],
 )
-def test_ratios_are_written_about_as_often_as_layers_are_whatever_step_they_are_measured_at(
+def test_ratios_are_written_about_as_often_as_layers_at_any_measuring_step(
     tmp_path: Path, parameters_every: int, layers_every: int, steps: list[int]
 ) -> None:
     train(tmp_path, num_steps=50, parameters_every=parameters_every, layers_every=layers_every)
@@ -109,12 +109,12 @@ def test_ratios_are_written_about_as_often_as_layers_are_whatever_step_they_are_
     assert {line["step"] for line in lines} == {0, 20, 40, *steps}
 
 
-def test_layers_that_are_switched_off_stay_off(tmp_path: Path) -> None:
+def test_disabled_layers_stay_disabled(tmp_path: Path) -> None:
     train(tmp_path, num_steps=5, parameters_every=1, layers_every=0)
     assert read_layers(tmp_path) == []
 
 
-def test_the_view_reads_them_back_and_a_plot_shows_them(tmp_path: Path) -> None:
+def test_the_view_reads_ratios_and_a_plot_shows_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from steadygrad.view.plot import plot_run
 

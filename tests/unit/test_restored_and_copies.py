@@ -1,4 +1,4 @@
-"""Looks at weights that were put back, and at copies: they wait for nothing, keep nothing alive, leave no trace."""
+"""Checks of restored weights and of copies: they never wait for the device, keep nothing alive, leave no trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from steadygrad.state.trained_parameters import find_trained_parameters
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the calls that would make the host wait on CUDA."""
+    """Counts calls that would make the host wait on CUDA."""
 
     num = 0
 
@@ -30,7 +30,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_look_at_restored_weights_reads_nothing_from_the_device() -> None:
+def test_checking_restored_weights_reads_nothing_from_the_device() -> None:
     model = nn.Linear(4, 4)
     watch = RestoredWatch(find_trained_parameters(model, torch.optim.SGD(model.parameters(), 0.1)), Transfer())
     first = model.weight.detach().clone()
@@ -50,7 +50,7 @@ def test_a_look_at_restored_weights_reads_nothing_from_the_device() -> None:
 
 @pytest.fixture
 def model() -> nn.Module:
-    class Net(nn.Module):  # a type of its own: modules of other tests are no copies of it
+    class Net(nn.Module):  # its own type: modules of other tests are not copies of it
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)
@@ -67,7 +67,7 @@ def watch_copies(model: nn.Module) -> CopyWatch:
     return watch
 
 
-def test_a_copy_that_is_heard_can_be_dropped_by_the_program(model: nn.Module) -> None:
+def test_a_noticed_copy_can_be_dropped_by_the_program(model: nn.Module) -> None:
     ema = copy.deepcopy(model)
     watch, gone = watch_copies(model), weakref.ref(ema)
 
@@ -78,7 +78,7 @@ def test_a_copy_that_is_heard_can_be_dropped_by_the_program(model: nn.Module) ->
     watch.close()
 
 
-def test_a_copy_that_is_heard_is_copied_without_a_trace(model: nn.Module) -> None:
+def test_a_noticed_copy_is_copied_without_a_trace(model: nn.Module) -> None:
     ema = copy.deepcopy(model)
     watch = watch_copies(model)
     assert len(ema._forward_pre_hooks) == 1
@@ -91,7 +91,7 @@ def test_a_copy_that_is_heard_is_copied_without_a_trace(model: nn.Module) -> Non
     assert not ema._forward_pre_hooks_with_kwargs
 
 
-def test_a_copy_is_heard_by_a_second_training_after_the_first(model: nn.Module) -> None:
+def test_a_second_training_notices_copies_after_the_first(model: nn.Module) -> None:
     ema = copy.deepcopy(model)
     watch_copies(model).close()
 
@@ -101,20 +101,20 @@ def test_a_copy_is_heard_by_a_second_training_after_the_first(model: nn.Module) 
     watch.close()
 
 
-def test_a_copy_that_is_heard_can_be_scripted() -> None:
+def test_a_noticed_copy_can_be_scripted() -> None:
     model = nn.Sequential(nn.Linear(3, 7), nn.Tanh())
     ema = copy.deepcopy(model)
     watch = watch_copies(model)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch advises against it
+        warnings.simplefilter("ignore")  # deprecated in torch
         torch.jit.script(ema)
 
     assert len(ema._forward_pre_hooks) == 1
     watch.close()
 
 
-def test_only_a_model_of_the_same_form_with_weights_of_its_own_is_a_copy(model: nn.Module) -> None:
+def test_only_a_model_of_the_same_form_with_separate_weights_is_a_copy(model: nn.Module) -> None:
     other = copy.deepcopy(model)
     other.layer = nn.Linear(4, 5)
     twin = copy.deepcopy(model)
@@ -124,7 +124,7 @@ def test_only_a_model_of_the_same_form_with_weights_of_its_own_is_a_copy(model: 
     del other, shares
 
 
-def test_a_copy_with_other_weights_is_left_alone_at_once(model: nn.Module) -> None:
+def test_a_copy_with_other_weights_is_ignored_at_once(model: nn.Module) -> None:
     ema = copy.deepcopy(model)
     watch = watch_copies(model)
     with torch.no_grad():

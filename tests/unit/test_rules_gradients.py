@@ -1,4 +1,4 @@
-"""Rules about gradients: norm, flow, dead units, missing and stale ones, the loss scale, leading indicators."""
+"""Rules about gradients: norm, flow, dead units, missing and stale gradients, loss scale, leading indicators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_first_norm_of_231_is_an_info() -> None:
     assert severities(said) == [Severity.INFO]
 
 
-def test_a_norm_of_7_with_a_clip_threshold_of_1_is_told_in_the_words_of_the_seed() -> None:
+def test_a_norm_of_7_above_a_clip_threshold_of_1_has_the_documented_message() -> None:
     said = findings_of(rule_named("high_gradient_norm"), [reading(3, 1.0, 7.6)])
 
     assert [(f.severity, f.message) for f in said] == [
@@ -49,7 +49,7 @@ def test_a_norm_that_grew_slowly_is_not_exploding() -> None:
     assert Severity.WARNING not in severities(said)
 
 
-def test_a_norm_that_doubles_at_each_step_is_exploding() -> None:
+def test_a_norm_that_doubles_every_step_is_exploding() -> None:
     facts: list[Fact] = [reading(t, 1.0, 0.4 * 2.0 ** max(0, t - 100)) for t in range(120)]
 
     said = [f for f in findings_of(rule_named("exploding_gradient"), facts) if f.severity is Severity.WARNING]
@@ -58,13 +58,13 @@ def test_a_norm_that_doubles_at_each_step_is_exploding() -> None:
     assert said[0].step == 104  # 16 times the median
 
 
-def test_a_thousandfold_norm_within_the_first_steps_is_a_warning_before_there_is_a_baseline() -> None:
+def test_a_thousandfold_norm_in_the_first_steps_is_a_warning_without_a_baseline() -> None:
     facts: list[Fact] = [reading(t, 1.0, 1.0 if t < 10 else 5000.0) for t in range(11)]
 
     assert severities(findings_of(rule_named("exploding_gradient"), facts)) == [Severity.WARNING]
 
 
-def test_a_norm_that_jumps_after_a_restart_is_no_warning() -> None:
+def test_a_norm_that_jumps_after_a_warm_restart_is_not_a_warning() -> None:
     facts: list[Fact] = [
         reading(t, 1.0, 0.3 if t < 200 else 6.0, learning_rates=(RATE if t < 200 else 100 * RATE,)) for t in range(220)
     ]
@@ -81,7 +81,7 @@ def test_a_rising_norm_is_an_info_while_the_loss_falls() -> None:
 # --- flow ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_that_starts_at_zero_passes_nothing_back_for_one_step_and_that_is_healthy() -> None:
+def test_a_layer_initialised_to_zero_may_pass_no_gradient_for_one_step() -> None:
     facts: list[Fact] = [
         reading(t, gradients=table([0.0] * 10 + [1.0, 1.0], [1.0] * 10 + [0.0] * 2) if t == 0 else table([1.0] * 12))
         for t in range(30)
@@ -91,7 +91,7 @@ def test_a_layer_that_starts_at_zero_passes_nothing_back_for_one_step_and_that_i
         assert Severity.WARNING not in severities(findings_of(rule_named(name), facts))
 
 
-def test_the_literature_threshold_of_vanishing_is_an_info() -> None:
+def test_a_gradient_below_the_published_vanishing_threshold_is_an_info() -> None:
     facts: list[Fact] = [reading(t, gradients=table([1e-5] + [0.1] * 11)) for t in range(30)]
 
     assert severities(findings_of(rule_named("vanishing_gradient"), facts)) == [Severity.INFO]
@@ -103,7 +103,7 @@ def test_a_tiny_gradient_everywhere_is_an_info() -> None:
     assert severities(findings_of(rule_named("vanishing_gradient"), facts)) == [Severity.INFO]
 
 
-def test_an_embedding_whose_rows_are_mostly_not_used_is_not_dead() -> None:
+def test_an_embedding_with_mostly_unused_rows_is_not_dead() -> None:
     r = random.Random(0)
     facts: list[Fact] = [
         reading(t, gradients=table([0.1] * 12, [0.9 + 0.1 * r.random()] + [0.0] * 11)) for t in range(200)
@@ -112,7 +112,7 @@ def test_an_embedding_whose_rows_are_mostly_not_used_is_not_dead() -> None:
     assert findings_of(rule_named("dead_units"), facts) == []
 
 
-def test_an_expert_that_is_not_chosen_now_and_then_is_not_dead() -> None:
+def test_an_expert_that_is_sometimes_unused_is_not_dead() -> None:
     r = random.Random(0)
     facts: list[Fact] = [
         reading(t, gradients=table([0.1] * 12, [float(r.random() < 0.45)] + [0.0] * 11)) for t in range(2000)
@@ -122,9 +122,7 @@ def test_an_expert_that_is_not_chosen_now_and_then_is_not_dead() -> None:
 
 
 @pytest.mark.parametrize(("bias_zeros", "num_found"), [(0.8, 1), (0.3, 0)])
-def test_zeros_in_a_matrix_are_dead_units_only_where_the_bias_gets_nothing_either(
-    bias_zeros: float, num_found: int
-) -> None:
+def test_zeros_in_a_matrix_are_dead_units_only_if_the_bias_has_zeros_too(bias_zeros: float, num_found: int) -> None:
     """Pruning masks elements: most units still fire."""
     usual, masked = [0.0] * 12, [0.8, bias_zeros] + [0.0] * 10
     facts: list[Fact] = [reading(t, gradients=table([0.1] * 12, masked if t >= 50 else usual)) for t in range(90)]
@@ -134,7 +132,7 @@ def test_zeros_in_a_matrix_are_dead_units_only_where_the_bias_gets_nothing_eithe
     assert [f.step for f in said] == [50] * num_found
 
 
-def test_what_the_program_masks_is_usual_from_then_on_and_what_dies_later_is_still_found() -> None:
+def test_masked_elements_become_usual_and_later_dead_units_are_still_found() -> None:
     usual, masked, dead = ([0.0] * 12, [0.0] * 2 + [0.8] * 2 + [0.0] * 8, [0.0] * 2 + [0.8] * 2 + [0.9] * 2 + [0.0] * 6)
     zeros = [usual] * 50 + [masked] * 50 + [dead] * 50
     facts: list[Fact] = [reading(t, gradients=table([0.1] * 12, shares)) for t, shares in enumerate(zeros)]
@@ -144,9 +142,7 @@ def test_what_the_program_masks_is_usual_from_then_on_and_what_dies_later_is_sti
 
 
 @pytest.mark.parametrize(("num_dead", "severity"), [(1, Severity.INFO), (10, Severity.WARNING)])
-def test_parameters_that_never_had_a_gradient_are_a_warning_when_they_are_most_of_the_model(
-    num_dead: int, severity: Severity
-) -> None:
+def test_missing_gradients_in_most_of_the_model_are_a_warning(num_dead: int, severity: Severity) -> None:
     zeros = [1.0] * num_dead + [0.0] * (12 - num_dead)
     facts: list[Fact] = [reading(t, gradients=table([1.0 - z for z in zeros], zeros)) for t in range(20)]
 
@@ -170,7 +166,7 @@ def test_an_unused_pooler_is_an_info() -> None:
     assert [(f.step, f.severity) for f in said] == [(0, Severity.INFO)]
 
 
-def test_heads_that_take_turns_are_not_missing() -> None:
+def test_heads_used_alternately_are_not_missing() -> None:
     facts: list[Fact] = [
         reading(t, missing=("head_a.w",) if t % 2 else ("head_b.w",), missing_share=0.6) for t in range(50)
     ]
@@ -178,8 +174,8 @@ def test_heads_that_take_turns_are_not_missing() -> None:
     assert findings_of(rule_named("missing_gradient"), facts) == []
 
 
-def test_blocks_left_out_by_chance_are_not_most_of_the_model() -> None:
-    """Only the block that was missing at every one of the steps counts, however many others miss the last."""
+def test_randomly_dropped_blocks_are_not_most_of_the_model() -> None:
+    """Only the block missing at every step counts, however many others are missing at the last step."""
     facts: list[Fact] = [
         reading(t, missing=("a.w", "b.w", "c.w") if t % 2 else ("a.w",), missing_share=0.9 if t % 2 else 0.3)
         for t in range(20)
@@ -190,7 +186,7 @@ def test_blocks_left_out_by_chance_are_not_most_of_the_model() -> None:
     assert [(f.severity, f.evidence["share"]) for f in said] == [(Severity.INFO, 0.3)]
 
 
-def test_a_stale_gradient_is_told_once() -> None:
+def test_a_stale_gradient_is_reported_once() -> None:
     facts: list[Fact] = [reading(t, stale=NAMES if t else ()) for t in range(50)]
 
     assert [f.step for f in findings_of(rule_named("stale_gradient"), facts)] == [1]
@@ -212,7 +208,7 @@ def overflow(t: int, scale: float) -> Fact:
     return reading(t, loss_scale=scale, num_nonfinite=12, skipped=True, gradients=gradients)
 
 
-def test_the_search_for_a_loss_scale_is_told_as_an_info_and_is_no_collapse() -> None:
+def test_the_search_for_a_loss_scale_is_an_info_and_not_a_collapse() -> None:
     facts: list[Fact] = [overflow(t, 2.0 ** (20 - t)) for t in range(8)]
     facts += [reading(t, loss_scale=4096.0) for t in range(8, 60)]
     detector = Detector(standard_rules(DetectConfig()))
@@ -229,7 +225,7 @@ def test_a_scale_below_one_that_still_overflows_is_a_collapse() -> None:
     assert [(f.step, f.severity) for f in said] == [(0, Severity.ERROR)]
 
 
-def test_an_overflow_every_now_and_then_is_how_a_scaler_works() -> None:
+def test_an_occasional_overflow_is_normal_for_a_scaler() -> None:
     facts: list[Fact] = [overflow(t, 4096.0) if t % 50 == 49 else reading(t, loss_scale=4096.0) for t in range(500)]
 
     for name in ("scaler_collapse", "many_skips"):
@@ -246,13 +242,13 @@ def test_a_nonfinite_gradient_names_the_parameters() -> None:
 # --- leading indicators ----------------------------------------------------------------------------------------------
 
 
-def test_the_literature_threshold_of_adams_rms_is_an_info() -> None:
+def test_adams_rms_above_the_published_threshold_is_an_info() -> None:
     facts: list[Fact] = [reading(t, adam_rms={"w": 3.0}) for t in range(40)]
 
     assert severities(findings_of(rule_named("adam_rms"), facts)) == [Severity.INFO]
 
 
-def test_updates_that_follow_the_learning_rate_are_usual() -> None:
+def test_updates_proportional_to_the_learning_rate_are_usual() -> None:
     rates = [RATE * (100 if t > 50 else 1) for t in range(100)]
     facts: list[Fact] = [
         reading(t, learning_rates=(rate,), update_norm=rate, update_ratios={"w": 0.1 * rate})
@@ -264,7 +260,7 @@ def test_updates_that_follow_the_learning_rate_are_usual() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1e-9])
-def test_an_update_that_is_large_or_small_for_everybody_is_an_info(ratio: float) -> None:
+def test_an_unusual_update_of_all_parameters_is_an_info(ratio: float) -> None:
     facts: list[Fact] = [reading(t, update_ratios={"w": ratio, "new": 1e30}) for t in range(40)]
 
     assert severities(findings_of(rule_named("update_ratio"), facts)) == [Severity.INFO]

@@ -1,4 +1,4 @@
-"""What every rule must do: find its case, leave healthy runs alone, survive poison and a restart."""
+"""What every rule must do: find its fault, stay quiet on healthy runs, survive NaN and a restart."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from steadygrad.detect.rank_rules import split_facts, split_rules
 from steadygrad.facts import Fact, Reading, Severity
 
 ABOUT_POISON = {"nonfinite_loss", "nonfinite_gradient", "nonfinite_input", "many_skips"}
-"""Rules for which a poisoned step is itself the event."""
+"""Rules whose event is the poisoned step itself."""
 
 
-def test_every_standard_rule_has_a_case_of_trouble() -> None:
+def test_every_standard_rule_has_a_faulty_case() -> None:
     assert {rule.name for rule in standard_rules(DetectConfig())} == set(TROUBLE)
 
 
-def test_rule_names_are_unique_since_they_key_the_state() -> None:
+def test_rule_names_are_unique_because_they_key_the_state() -> None:
     names = [rule.name for rule in standard_rules(DetectConfig())]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_a_rule_finds_its_trouble_where_it_happened(name: str) -> None:
+def test_a_rule_finds_its_fault_where_it_happened(name: str) -> None:
     trouble = TROUBLE[name]
 
     said = [f for f in findings_of(rule_named(name), trouble.facts()) if f.severity is trouble.severity]
 
-    assert said, "nothing of this severity was said"
+    assert said, "no finding has this severity"
     assert said[0].step == trouble.step
     assert said[0].kind == (trouble.kind or name)
     assert said[0].message
@@ -50,30 +50,30 @@ def test_a_healthy_run_has_no_finding_above_info(run: str) -> None:
 
 
 @pytest.mark.parametrize("run", HEALTHY)
-def test_a_healthy_run_is_not_drowned_in_infos(run: str) -> None:
+def test_a_healthy_run_has_few_infos(run: str) -> None:
     detector = Detector(standard_rules(DetectConfig(), clip_threshold=1.0))
 
     said = [finding for fact in HEALTHY[run]() for finding in detector.observe(fact)]
 
-    assert len(said) <= 20  # in 500 steps
+    assert len(said) <= 20  # over 500 steps
 
 
 @pytest.mark.parametrize("share", [0.1, 0.6])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", [name for name in TROUBLE if name not in ABOUT_POISON])
-def test_a_nonfinite_step_changes_nothing_that_a_rule_says_later(name: str, poison: float, share: float) -> None:
+def test_a_nonfinite_step_changes_no_later_finding(name: str, poison: float, share: float) -> None:
     facts = TROUBLE[name].facts()
     hole = next((i for i, f in enumerate(facts) if i >= share * len(facts) and isinstance(f, Reading)), -1)
     without: list[Fact] = [f for i, f in enumerate(facts) if i != hole]
     with_poison: list[Fact] = [poisoned(f.step, poison) if i == hole else f for i, f in enumerate(facts)]
 
-    # Equal findings have equal evidence, so every score is unchanged too.
+    # Equal findings have equal evidence, so all scores are unchanged too.
     assert findings_of(rule_named(name), with_poison) == findings_of(rule_named(name), without)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
 @pytest.mark.parametrize("name", TROUBLE)
-def test_a_rule_that_was_saved_and_restored_says_the_same(name: str, share: float) -> None:
+def test_a_restored_rule_reports_the_same(name: str, share: float) -> None:
     facts = TROUBLE[name].facts()
     whole = findings_of(rule_named(name), facts)
 
@@ -81,7 +81,7 @@ def test_a_rule_that_was_saved_and_restored_says_the_same(name: str, share: floa
 
 
 @pytest.mark.parametrize("run", ["heavy tails", "learning-rate restarts"])
-def test_a_detector_that_was_saved_and_restored_ends_in_the_same_state(run: str) -> None:
+def test_a_restored_detector_ends_in_the_same_state(run: str) -> None:
     facts = HEALTHY[run]()
     whole, first, second = (Detector(standard_rules(DetectConfig())) for _ in range(3))
     for fact in facts:
@@ -96,7 +96,7 @@ def test_a_detector_that_was_saved_and_restored_ends_in_the_same_state(run: str)
     assert second.state_dict() == whole.state_dict()
 
 
-def test_a_saved_state_does_not_change_when_the_rule_goes_on() -> None:
+def test_a_saved_state_does_not_change_when_the_rule_continues() -> None:
     detector = Detector(standard_rules(DetectConfig()))
     for step in range(40):
         detector.observe(reading(step, 1.0 + 0.01 * (step % 3)))
@@ -112,7 +112,7 @@ def test_a_saved_state_does_not_change_when_the_rule_goes_on() -> None:
     assert repr(state) == before
 
 
-def test_an_ongoing_condition_is_told_once_and_again_after_repeat_after() -> None:
+def test_an_ongoing_condition_is_reported_once_and_again_after_repeat_after() -> None:
     rule = rule_named("exploding_gradient", DetectConfig(repeat_after=200))
 
     said = findings_of(rule, [reading(step, 1.0, 150.0) for step in range(500)])
@@ -121,7 +121,7 @@ def test_an_ongoing_condition_is_told_once_and_again_after_repeat_after() -> Non
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_block_of_values_keeps_its_first_step_over_a_restart(cut: int) -> None:
+def test_a_block_of_values_keeps_its_first_step_across_a_restart(cut: int) -> None:
     whole, first, second = Blocks(4), Blocks(4), Blocks(4)
     for step in range(12):
         whole.add(step, float(step))
@@ -136,12 +136,12 @@ def test_a_block_of_values_keeps_its_first_step_over_a_restart(cut: int) -> None
     assert second.state_dict() == whole.state_dict()
 
 
-def test_two_attributes_that_would_share_a_key_of_the_state_are_refused() -> None:
+def test_two_attributes_with_the_same_state_key_are_refused() -> None:
     with pytest.raises(TypeError, match="_start and start"):
         type("Clashing", (Remembering,), {"memory": ("_start", "start")})
 
 
-def test_with_several_ranks_each_rule_is_among_those_that_get_the_facts_it_names() -> None:
+def test_with_several_ranks_each_rule_gets_the_facts_it_names() -> None:
     common, own = split_rules(standard_rules(DetectConfig()))
 
     assert {"dead_units", "zero_gradient", "flushed_gradient"} <= {rule.name for rule in own}

@@ -1,4 +1,4 @@
-"""Rules about what is looked at now and then: batches, activations, weights, buffers, the program."""
+"""Rules about occasional measurements: batches, activations, weights, buffers, the program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EMPTY_MASK = InputStats(numel=8, num_zeros=8, is_binary=True)
 
 
 @pytest.mark.parametrize("scan_first", [True, False])
-def test_a_nonfinite_input_is_blamed_whether_the_scan_comes_before_or_after_the_reading(scan_first: bool) -> None:
+def test_a_nonfinite_input_is_blamed_before_or_after_the_reading(scan_first: bool) -> None:
     pair: list[Fact] = [batch(5, x=NAN_INPUT), reading(5, math.nan)]
 
     said = findings_of(rule_named("nonfinite_input"), pair if scan_first else pair[::-1])
@@ -50,7 +50,7 @@ def test_a_nonfinite_input_of_a_healthy_step_is_an_info() -> None:
     assert said[0].message == "the batch holds NaN or Inf in mask (1 element)"
 
 
-def test_a_tensor_that_is_nonfinite_at_healthy_steps_is_not_blamed_for_a_bad_one() -> None:
+def test_a_tensor_that_is_nonfinite_at_healthy_steps_is_not_blamed() -> None:
     facts: list[Fact] = [f for t in range(9) for f in (batch(t, mask=NAN_INPUT), reading(t))]
     facts += [batch(9, mask=NAN_INPUT, x=NAN_INPUT), reading(9, math.nan)]
 
@@ -59,14 +59,14 @@ def test_a_tensor_that_is_nonfinite_at_healthy_steps_is_not_blamed_for_a_bad_one
     assert [f.evidence["tensors"] for f in said] == [["x"]]
 
 
-def test_a_scan_is_not_paired_with_the_reading_of_another_step() -> None:
+def test_a_scan_is_not_matched_with_the_reading_of_another_step() -> None:
     facts: list[Fact] = [reading(4, math.nan), batch(5, x=NAN_INPUT), reading(6, math.nan)]
 
     assert findings_of(rule_named("nonfinite_input"), facts) == []
 
 
 @pytest.mark.parametrize(("loss", "severity"), [(math.nan, Severity.WARNING), (0.0, Severity.INFO)])
-def test_a_mask_that_is_empty_for_once_is_found_when_the_loss_shows_it(loss: float, severity: Severity) -> None:
+def test_a_single_empty_mask_is_found_when_the_loss_shows_it(loss: float, severity: Severity) -> None:
     facts: list[Fact] = [f for t in range(3) for f in (reading(t), batch(t, mask=FULL_MASK))]
     facts += [reading(3, loss), batch(3, mask=EMPTY_MASK)]
 
@@ -75,7 +75,7 @@ def test_a_mask_that_is_empty_for_once_is_found_when_the_loss_shows_it(loss: flo
     assert [(f.step, f.severity) for f in said] == [(3, severity)]
 
 
-def test_a_mask_that_is_empty_at_a_healthy_step_means_something_else() -> None:
+def test_an_empty_mask_at_a_healthy_step_is_not_an_error() -> None:
     facts: list[Fact] = [f for t in range(9) for f in (reading(t), batch(t, m=EMPTY_MASK if t % 3 else FULL_MASK))]
 
     assert findings_of(rule_named("all_labels_masked"), facts) == []
@@ -89,7 +89,7 @@ def test_returns_that_are_all_zero_are_not_a_mask() -> None:
     assert findings_of(rule_named("all_labels_masked"), facts) == []
 
 
-def test_token_ids_are_no_outliers_and_a_first_batch_cannot_be_one() -> None:
+def test_token_ids_are_not_outliers_and_neither_is_a_first_batch() -> None:
     ids: list[Fact] = [
         batch(t, ids=InputStats(numel=8, max_abs=50_000.0 if t == 30 else 9.0, is_floating=False)) for t in range(31)
     ]
@@ -104,7 +104,7 @@ def test_token_ids_are_no_outliers_and_a_first_batch_cannot_be_one() -> None:
 @pytest.mark.parametrize(
     ("rule", "field"), [("dead_activation", "dead_share"), ("saturated_activation", "saturated_share")]
 )
-def test_a_module_that_was_always_so_is_an_info_told_once(rule: str, field: str) -> None:
+def test_a_constant_fault_of_a_module_is_one_info(rule: str, field: str) -> None:
     facts: list[Fact] = [
         ActivationScan(step=t, modules={"act": ActivationStats(**{field: 0.9})}) for t in range(0, 900, 10)
     ]
@@ -114,7 +114,7 @@ def test_a_module_that_was_always_so_is_an_info_told_once(rule: str, field: str)
     assert [(f.step, f.severity) for f in said] == [(0, Severity.INFO)]
 
 
-def test_one_look_with_dead_units_is_no_warning() -> None:
+def test_dead_units_in_one_scan_are_not_a_warning() -> None:
     shares = [0.1, 0.1, 0.9, 0.1, 0.1]
     facts: list[Fact] = [
         ActivationScan(step=t, modules={"act": ActivationStats(dead_share=share)}) for t, share in enumerate(shares)
@@ -123,7 +123,7 @@ def test_one_look_with_dead_units_is_no_warning() -> None:
     assert all(f.severity is Severity.INFO for f in findings_of(rule_named("dead_activation"), facts))
 
 
-def test_an_output_that_never_differed_is_an_info() -> None:
+def test_a_constant_output_is_an_info() -> None:
     facts: list[Fact] = [ActivationScan(step=t, output_std=0.0, output_scale=1.0) for t in range(5)]
 
     assert [f.severity for f in findings_of(rule_named("constant_output"), facts)] == [Severity.INFO]
@@ -132,7 +132,7 @@ def test_an_output_that_never_differed_is_an_info() -> None:
 # --- weights and buffers ---------------------------------------------------------------------------------------------
 
 
-def test_a_buffer_that_starts_at_infinity_is_healthy_until_it_was_finite() -> None:
+def test_a_buffer_that_starts_at_infinity_is_healthy_until_it_becomes_finite() -> None:
     facts: list[Fact] = [
         ParameterScan(step=-1, nonfinite_buffers={"low": 1}),
         ParameterScan(step=5, nonfinite_buffers={"low": 1}),
@@ -144,17 +144,17 @@ def test_a_buffer_that_starts_at_infinity_is_healthy_until_it_was_finite() -> No
     assert [f.step for f in findings_of(rule, [ParameterScan(step=7, nonfinite_buffers={"low": 1})])] == [7]
 
 
-def test_a_parameter_that_stays_nonfinite_is_told_once_and_again_after_it_was_healed() -> None:
+def test_a_nonfinite_parameter_is_reported_once_and_again_after_recovery() -> None:
     bad = {"w": 1}
     facts: list[Fact] = [ParameterScan(step=t, nonfinite_parameters=bad if t != 3 else {}) for t in range(6)]
 
     said = findings_of(rule_named("nonfinite_parameter"), facts)
     assert [f.step for f in said] == [0, 4]
     assert said[0].message == "NaN or Inf in 1 parameter: w"
-    assert "Where nothing was rolled back, load a checkpoint" in said[0].advice  # a rollback has healed it already
+    assert "Where nothing was rolled back, load a checkpoint" in said[0].advice  # a rollback has already repaired it
 
 
-def test_a_parameter_that_moved_before_and_stands_still_is_an_info() -> None:
+def test_a_parameter_that_stops_moving_is_an_info() -> None:
     facts: list[Fact] = [
         ParameterScan(step=t, unchanged=("w",), num_changed=5)
         if t == 0 or t > 3
@@ -167,14 +167,14 @@ def test_a_parameter_that_moved_before_and_stands_still_is_an_info() -> None:
     assert [(f.step, f.severity) for f in said] == [(4, Severity.INFO)]
 
 
-def test_a_parameter_that_has_moved_ever_since_and_then_stands_still_is_not_stuck() -> None:
+def test_a_parameter_that_stops_after_moving_throughout_is_not_stuck() -> None:
     moving = [ParameterScan(step=t, num_changed=2, changed=("v", "w")) for t in range(5)]
     still = [ParameterScan(step=t, unchanged=("w",), num_changed=1, changed=("v",)) for t in range(5, 12)]
 
     assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), [*moving, *still])] == [Severity.INFO]
 
 
-def test_a_run_in_which_nothing_moves_any_more_is_no_stuck_parameter() -> None:
+def test_a_run_in_which_everything_stops_has_no_stuck_parameter() -> None:
     moving: list[Fact] = [ParameterScan(step=0, num_changed=2, changed=("v", "w"))]
     facts: list[Fact] = [ParameterScan(step=t, unchanged=("v", "w"), num_changed=0) for t in range(1, 12)]
 
@@ -202,7 +202,7 @@ def test_a_run_that_stops_at_full_rate_and_gradient_is_stuck(rate: float, norm: 
     assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), facts)] == [severity]
 
 
-def test_a_run_in_which_nothing_has_moved_since_the_first_step_is_stuck() -> None:
+def test_a_run_in_which_nothing_ever_moved_is_stuck() -> None:
     facts: list[Fact] = [ParameterScan(step=t, unchanged=("v", "w"), num_changed=0) for t in range(12)]
 
     found = findings_of(rule_named("unchanged_parameter"), facts)
@@ -221,7 +221,7 @@ def test_a_run_in_which_nothing_has_moved_since_the_first_step_is_stuck() -> Non
         (GraphScan(step=0, hidden=("layers[0].weight",)), Severity.WARNING),
     ],
 )
-def test_parameters_left_out_on_purpose_are_an_info_and_a_lost_layer_is_a_warning(
+def test_parameters_omitted_on_purpose_are_an_info_and_a_lost_layer_is_a_warning(
     scan: GraphScan, severity: Severity
 ) -> None:
     said = findings_of(rule_named("unregistered_layers"), [scan, scan])
@@ -240,7 +240,7 @@ def test_parameters_left_out_on_purpose_are_an_info_and_a_lost_layer_is_a_warnin
         ((32, 10), (10,), False),  # a bias
     ],
 )
-def test_a_broadcast_is_silent_when_it_pairs_every_sample_with_every_other(
+def test_a_broadcast_that_pairs_all_samples_is_silent(
     left: tuple[int, ...], right: tuple[int, ...], silent: bool
 ) -> None:
     scan = GraphScan(step=0, broadcasts=(Broadcast(op="sub", left=left, right=right, where="train.py:7"),))

@@ -1,4 +1,4 @@
-"""A user's own rules, and rules that are switched off."""
+"""Custom rules, and rules that are switched off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def loss_is_a_multiple_of_seven(reading: Reading) -> str | None:
     return None
 
 
-def test_a_rule_of_ones_own_takes_five_lines_and_is_asked_with_the_others() -> None:
+def test_a_custom_rule_takes_five_lines_and_runs_with_the_others() -> None:
     detector = Detector(standard_rules(DetectConfig(rules=(loss_is_a_multiple_of_seven,))))
 
     said = [f for step in range(10) for f in detector.observe(reading(step, float(step + 1)))]
@@ -28,7 +28,7 @@ def test_a_rule_of_ones_own_takes_five_lines_and_is_asked_with_the_others() -> N
     ]
 
 
-def test_a_rule_of_ones_own_may_return_a_whole_finding() -> None:
+def test_a_custom_rule_may_return_a_complete_finding() -> None:
     made = Finding(kind="mine", severity=Severity.ERROR, step=2, message="look")
 
     @rule("mine")
@@ -38,7 +38,7 @@ def test_a_rule_of_ones_own_may_return_a_whole_finding() -> None:
     assert [f for step in range(5) for f in mine.observe(reading(step))] == [made]
 
 
-def test_a_rule_made_of_a_function_sees_readings_only_and_can_still_be_called() -> None:
+def test_a_rule_made_from_a_function_sees_only_readings_and_stays_callable() -> None:
     assert list(loss_is_a_multiple_of_seven.observe(Validation(step=1, epoch=0, loss=7.0))) == []
     assert loss_is_a_multiple_of_seven(reading(0, 14.0)) == "the loss 14 is a multiple of seven"
 
@@ -50,7 +50,7 @@ def test_a_rule_can_be_switched_off_by_its_name() -> None:
     assert "loss_explosion" in names
 
 
-def test_an_unknown_name_to_switch_off_is_an_error_that_lists_the_names() -> None:
+def test_switching_off_an_unknown_rule_raises_an_error_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match=r"names no rule: los_spike\. There are .*loss_spike"):
         standard_rules(DetectConfig(off=("los_spike",)))
 
@@ -60,12 +60,12 @@ def make_rule(name: str) -> Rule:
 
 
 @pytest.mark.parametrize("rules", [(make_rule("loss_spike"),), (make_rule("mine"), make_rule("mine"))])
-def test_a_rule_with_the_name_of_another_is_refused_since_one_would_lose_its_history(rules: tuple[Rule, ...]) -> None:
+def test_a_duplicate_rule_name_is_refused_because_a_history_would_be_lost(rules: tuple[Rule, ...]) -> None:
     with pytest.raises(ConfigError, match=rf"DetectConfig\.rules has .*'{rules[0].name}'.* another name, or"):
         standard_rules(DetectConfig(rules=rules))
 
 
-def test_a_rule_may_take_the_name_of_one_that_is_switched_off() -> None:
+def test_a_rule_may_use_the_name_of_a_disabled_one() -> None:
     mine = make_rule("loss_spike")
 
     rules = standard_rules(DetectConfig(rules=(mine,), off=("loss_spike",)))
@@ -73,12 +73,12 @@ def test_a_rule_may_take_the_name_of_one_that_is_switched_off() -> None:
     assert [one for one in rules if one.name == "loss_spike"] == [mine]
 
 
-def test_something_that_is_no_rule_is_refused() -> None:
+def test_an_object_that_is_not_a_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"DetectConfig\.rules must hold rules"):
         DetectConfig(rules=(len,))
 
 
-def test_a_configuration_with_own_rules_is_written_without_them() -> None:
+def test_a_configuration_is_written_without_its_custom_rules() -> None:
     config = GuardConfig(detect=DetectConfig(rules=(loss_is_a_multiple_of_seven,), off=("loss_plateau",)))
 
     again = GuardConfig.from_dict(config.to_dict())
@@ -87,7 +87,7 @@ def test_a_configuration_with_own_rules_is_written_without_them() -> None:
     assert again.detect.off == ("loss_plateau",)
 
 
-def test_a_class_with_the_four_members_is_a_rule_too() -> None:
+def test_a_class_with_the_four_methods_is_a_rule() -> None:
     class EveryTenth:
         name = "every_tenth"
 

@@ -1,4 +1,4 @@
-"""Readings that pass a rule: it has learnt from them what `observe` would have taught it, and missed nothing."""
+"""Quick passes of rules: a rule learns from them what `observe` would have taught it, and misses nothing."""
 
 from __future__ import annotations
 
@@ -74,33 +74,33 @@ def check_equal(facts: Sequence[Fact], config: DetectConfig) -> None:
         assert quick.observe(fact) == listen_in_full(full, fact), fact
         if i % 40 == 0 or i == len(facts) - 1:
             state = {rule.name: rule.state_dict() for rule in full}
-            assert repr(quick.state_dict()) == repr(state)  # NaN equals nothing, itself included
+            assert repr(quick.state_dict()) == repr(state)  # NaN is not equal to itself
         if i == len(facts) // 2:
             saved = quick.state_dict()
             quick = Detector(standard_rules(config, clip_threshold=1.0))
             quick.load_state_dict(saved)
-            for rule in full:  # what is derived begins anew there too
+            for rule in full:  # derived values restart there too
                 rule.load_state_dict(saved[rule.name])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("run", HEALTHY)
-def test_a_healthy_run_is_judged_and_remembered_alike(run: str, config: str) -> None:
+def test_a_healthy_run_is_judged_and_remembered_the_same(run: str, config: str) -> None:
     check_equal(HEALTHY[run](), CONFIGS[config])
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_trouble_is_judged_and_remembered_alike(name: str) -> None:
+def test_a_fault_is_judged_and_remembered_the_same(name: str) -> None:
     check_equal(list(TROUBLE[name].facts()), CONFIGS["defaults"])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("seed", range(12))
-def test_a_wild_run_is_judged_and_remembered_alike(seed: int, config: str) -> None:
+def test_a_wild_run_is_judged_and_remembered_the_same(seed: int, config: str) -> None:
     check_equal(list(make_wild_run(seed, num_rows=4 if seed % 2 else len(NAMES))), CONFIGS[config])
 
 
-def test_a_long_run_whose_tail_is_forgotten_is_remembered_alike() -> None:
+def test_a_long_run_with_a_forgotten_start_is_remembered_the_same() -> None:
     quick, full = LossSpike(DetectConfig()), LossSpike(DetectConfig())
     r = random.Random(0)
     for step in range(2 * TAIL_BLOCK + 500):
@@ -113,12 +113,12 @@ def test_a_long_run_whose_tail_is_forgotten_is_remembered_alike() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "in_grace"), [(2.0, False), (1.0, True), (0.5, True)])
-def test_a_rate_that_stays_is_a_restart_only_if_the_ratio_says_so(ratio: float, in_grace: bool) -> None:
+def test_a_constant_rate_is_a_restart_only_by_its_ratio(ratio: float, in_grace: bool) -> None:
     restarts = Restarts(LossThresholds(restart_ratio=ratio, restart_grace=4))
     assert [restarts.feed(reading(step)) for step in range(40)][1:] == [in_grace] * 39
 
 
-def test_nearly_every_reading_of_a_steady_run_passes_every_rule() -> None:
+def test_nearly_every_reading_of_a_steady_run_takes_the_quick_pass() -> None:
     rules = standard_rules(DetectConfig(), clip_threshold=1.0)
     listening = [rule for rule in rules if Reading in (getattr(rule, "hears", ()) or (Reading,))]
     refused: dict[str, int] = {}
@@ -137,7 +137,7 @@ def test_nearly_every_reading_of_a_steady_run_passes_every_rule() -> None:
 
 @dataclasses.dataclass
 class Plain:
-    """A rule of the user's with the four members of Rule alone."""
+    """A custom rule with only the four methods of Rule."""
 
     name: str = "mine"
     heard: int = 0
@@ -153,7 +153,7 @@ class Plain:
         pass
 
 
-def test_a_rule_without_a_quick_way_hears_every_reading() -> None:
+def test_a_rule_without_a_quick_pass_gets_every_reading() -> None:
     mine = Plain()
     detector = Detector([mine])
     for step in range(10):
@@ -161,7 +161,7 @@ def test_a_rule_without_a_quick_way_hears_every_reading() -> None:
     assert mine.heard == 10
 
 
-def test_a_rule_that_observes_in_its_own_way_does_not_inherit_the_quick_one() -> None:
+def test_a_rule_with_its_own_observe_does_not_inherit_the_quick_pass() -> None:
     heard = []
 
     class Mine(HighGradientNorm):
@@ -176,7 +176,7 @@ def test_a_rule_that_observes_in_its_own_way_does_not_inherit_the_quick_one() ->
 
 
 @pytest.mark.parametrize("draw", [random.Random.random, lambda r: float(r.randint(0, 3)), lambda r: r.gauss(0, 1) ** 5])
-def test_the_least_deviation_is_not_above_the_median_deviation(draw: Callable[[random.Random], float]) -> None:
+def test_the_lower_bound_is_at_most_the_median_deviation(draw: Callable[[random.Random], float]) -> None:
     r = random.Random(0)
     for num in [*range(1, 40), 127, 128, 129, 130] * 10:
         values = sorted(draw(r) for _ in range(num))

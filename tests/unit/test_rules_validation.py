@@ -24,10 +24,10 @@ def validations(losses: list[float], *, falling: bool = True) -> list[Finding]:
 FALL_AND_RISE = [1.0 + 0.005 * (i - 8) ** 2 for i in range(16)]
 
 
-def test_overfitting_is_found_where_the_validation_loss_began_to_rise() -> None:
+def test_overfitting_is_dated_to_the_first_rise_of_the_validation_loss() -> None:
     said = validations(FALL_AND_RISE)
 
-    assert [f.step for f in said] == [99]  # the tenth validation, one after the best
+    assert [f.step for f in said] == [99]  # the tenth validation, one after the best one
     assert said[0].severity is Severity.WARNING
 
 
@@ -49,7 +49,7 @@ def test_a_validation_loss_that_rises_with_the_training_loss_is_not_overfitting(
     assert validations(FALL_AND_RISE, falling=False) == []
 
 
-def test_a_nonfinite_validation_changes_nothing_about_overfitting() -> None:
+def test_a_nonfinite_validation_does_not_affect_overfitting() -> None:
     facts: list[Fact] = []
     for i, loss in enumerate(FALL_AND_RISE):
         facts += [Validation(step=i, epoch=i, loss=loss, train_loss=1.0 - 0.02 * i)]
@@ -82,13 +82,13 @@ def test_clipping_at_every_step_is_an_info() -> None:
     assert [f.severity for f in findings_of(rule_named("frequent_clipping"), facts)] == [Severity.INFO]
 
 
-def test_a_skip_now_and_then_is_no_habit() -> None:
+def test_an_occasional_skip_is_not_a_habit() -> None:
     facts: list[Fact] = [poisoned(t, math.nan) if t % 20 == 0 else reading(t) for t in range(1000)]
 
     assert findings_of(rule_named("many_skips"), facts) == []
 
 
-def test_steps_that_were_refused_after_a_rollback_are_no_habit_of_bad_steps() -> None:
+def test_steps_refused_after_a_rollback_are_not_a_habit() -> None:
     facts: list[Fact] = [reading(t, skipped=t > 10) for t in range(100)]
 
     assert findings_of(rule_named("many_skips"), facts) == []

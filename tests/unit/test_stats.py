@@ -1,4 +1,4 @@
-"""Baseline: a median and a spread that nothing non-finite and no outlier can move."""
+"""Baseline: a median and a spread that no non-finite value and no outlier can move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from steadygrad.errors import ConfigError
 from steadygrad.stats import MAD_TO_SIGMA, Baseline, median_deviation
 
-# Far from the largest double, where the sum of two middle values would overflow: no norm or loss comes near.
+# Far below the largest double, where the sum of two middle values would overflow; no norm or loss comes near.
 VALUES = st.floats(min_value=-1e150, max_value=1e150, allow_nan=False)
 
 
@@ -25,7 +25,7 @@ def admit_all(baseline: Baseline, values: list[float]) -> Baseline:
 
 
 def healthy_baseline(**settings: Any) -> Baseline:
-    """64 values around 2, within 1 %."""
+    """Return a baseline of 64 values around 2, within 1 %."""
     generator = np.random.default_rng(0)
     return admit_all(Baseline(**{"window": 64, **settings}), (2.0 + 0.02 * generator.uniform(-1, 1, size=64)).tolist())
 
@@ -34,7 +34,7 @@ def healthy_baseline(**settings: Any) -> Baseline:
 
 
 @given(values=st.lists(VALUES, min_size=1, max_size=60), window=st.integers(8, 20))
-def test_median_and_spread_are_numpys_over_the_last_window(values: list[float], window: int) -> None:
+def test_median_and_spread_equal_numpys_over_the_last_window(values: list[float], window: int) -> None:
     baseline = Baseline(window=window, min_values=2, outlier_score=math.inf, relative_floor=0.0)
 
     admit_all(baseline, values)
@@ -47,19 +47,19 @@ def test_median_and_spread_are_numpys_over_the_last_window(values: list[float], 
 
 
 @given(values=st.lists(VALUES, min_size=8, max_size=40), asked=VALUES)
-def test_the_score_is_the_distance_from_the_median_in_spreads(values: list[float], asked: float) -> None:
+def test_the_score_is_the_distance_from_the_median_in_units_of_spread(values: list[float], asked: float) -> None:
     baseline = admit_all(Baseline(window=40, min_values=8, outlier_score=math.inf), values)
     assert baseline.score(asked) == (asked - baseline.median) / baseline.spread
 
 
-def test_the_scale_makes_the_spread_of_gaussian_noise_its_standard_deviation() -> None:
+def test_the_spread_of_gaussian_noise_is_its_standard_deviation() -> None:
     noise = np.random.default_rng(1).normal(5.0, 0.25, size=4096)
     baseline = admit_all(Baseline(window=4096, min_values=4096), noise.tolist())
     # The MAD of n Gaussian values scatters by 1.17 / sqrt(n) of itself: 1.8 % here; three times that.
     assert baseline.spread == pytest.approx(0.25, rel=0.055)
 
 
-def test_a_flat_history_is_not_certainty() -> None:
+def test_a_constant_history_does_not_give_infinite_scores() -> None:
     baseline = admit_all(Baseline(window=8, min_values=8, relative_floor=1e-2), [5.0] * 8)
     assert baseline.spread == 5.0 * 1e-2
     assert baseline.score(5.01) == pytest.approx(0.2)
@@ -90,11 +90,11 @@ def test_while_warming_up_every_finite_value_scores_zero() -> None:
     assert baseline.score(1e30) > 8.0
 
 
-def test_a_nonfinite_value_scores_inf_from_the_first_moment() -> None:
+def test_a_nonfinite_value_scores_inf_from_the_start() -> None:
     assert Baseline().score(math.nan) == math.inf
 
 
-# --- what never gets in ---------------------------------------------------------------------------------------------
+# --- values that never enter ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -111,10 +111,10 @@ def test_a_nonfinite_value_never_enters_and_scores_inf(poison: float) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_nonfinite_value_neither_counts_towards_a_new_level_nor_interrupts_one(poison: float) -> None:
+def test_a_nonfinite_value_neither_starts_nor_interrupts_a_new_level(poison: float) -> None:
     baseline = healthy_baseline(patience=4)
-    told = [baseline.admit(value) for value in (9.0, poison, 9.0, poison, 9.0, poison, 9.0)]
-    assert told == [False] * 6 + [True]
+    accepted = [baseline.admit(value) for value in (9.0, poison, 9.0, poison, 9.0, poison, 9.0)]
+    assert accepted == [False] * 6 + [True]
     assert baseline.median == 9.0
 
 
@@ -130,7 +130,7 @@ def test_an_outlier_is_kept_out_of_the_history(outlier: float) -> None:
     assert (baseline.median, baseline.spread, len(baseline)) == (median, spread, 64)
 
 
-def test_without_the_exclusion_outliers_would_become_the_normal() -> None:
+def test_without_the_exclusion_outliers_would_become_normal() -> None:
     trusting, careful = healthy_baseline(outlier_score=math.inf, patience=100), healthy_baseline(patience=100)
     for _ in range(40):  # more than half of the window
         trusting.admit(9.0)
@@ -144,15 +144,15 @@ def test_without_the_exclusion_outliers_would_become_the_normal() -> None:
 
 def test_a_new_level_is_accepted_after_patience_outliers_in_a_row() -> None:
     baseline = healthy_baseline(patience=10, min_values=8)
-    told = [baseline.admit(9.0 + 0.01 * i) for i in range(10)]
-    assert told == [False] * 9 + [True]
+    accepted = [baseline.admit(9.0 + 0.01 * i) for i in range(10)]
+    assert accepted == [False] * 9 + [True]
     assert len(baseline) == 10
     assert baseline.median == pytest.approx(9.045)
     assert abs(baseline.score(9.05)) < 3
     assert abs(baseline.score(2.0)) > 8
 
 
-def test_one_ordinary_value_starts_the_patience_again() -> None:
+def test_one_ordinary_value_resets_the_patience() -> None:
     baseline = healthy_baseline(patience=4)
     values = [9.0, 9.0, 9.0, 2.0, 9.0, 9.0, 9.0]
     assert [baseline.admit(value) for value in values] == [False, False, False, True, False, False, False]
@@ -166,7 +166,7 @@ def test_after_a_new_level_the_baseline_warms_up_again() -> None:
     assert baseline.score(1e9) == 0.0
 
 
-def test_a_patience_longer_than_the_window_keeps_the_newest_values() -> None:
+def test_with_a_patience_longer_than_the_window_the_newest_values_are_kept() -> None:
     baseline = admit_all(Baseline(window=8, min_values=8, patience=20), [1.0] * 8)
     admit_all(baseline, [100.0 + i for i in range(20)])
     assert baseline.state_dict()["values"] == [112.0 + i for i in range(8)]
@@ -179,7 +179,7 @@ def test_a_patience_longer_than_the_window_keeps_the_newest_values() -> None:
     before=st.lists(VALUES, max_size=40),
     after=st.lists(st.one_of(VALUES, st.sampled_from([math.nan, math.inf])), max_size=20),
 )
-def test_a_restored_baseline_goes_on_exactly_like_the_saved_one(before: list[float], after: list[float]) -> None:
+def test_a_restored_baseline_continues_exactly(before: list[float], after: list[float]) -> None:
     settings: dict[str, Any] = {"window": 16, "min_values": 4, "patience": 3}
     baseline = admit_all(Baseline(**settings), before)
 
@@ -193,7 +193,7 @@ def test_a_restored_baseline_goes_on_exactly_like_the_saved_one(before: list[flo
     assert restored.state_dict() == baseline.state_dict()
 
 
-def test_the_state_remembers_refused_values_so_that_patience_goes_on() -> None:
+def test_the_state_keeps_refused_values_so_that_patience_continues() -> None:
     settings: dict[str, Any] = {"patience": 3}
     baseline, restored = healthy_baseline(**settings), healthy_baseline(**settings)
     admit_all(baseline, [9.0, 9.0])
@@ -209,13 +209,13 @@ def test_the_state_is_a_copy() -> None:
     assert state != baseline.state_dict()
 
 
-def test_a_state_with_nonfinite_values_cannot_poison() -> None:
+def test_a_state_with_nonfinite_values_does_no_harm() -> None:
     baseline = Baseline(window=8, min_values=2)
     baseline.load_state_dict({"values": [1.0, math.nan, 2.0, math.inf], "refused": [math.nan, 50.0]})
     assert baseline.state_dict() == {"values": [1.0, 2.0], "refused": [50.0]}
 
 
-def test_loading_replaces_what_was_there() -> None:
+def test_loading_replaces_the_history() -> None:
     baseline = healthy_baseline()
     baseline.load_state_dict({"values": [7.0] * 32, "refused": []})
     assert (len(baseline), baseline.median) == (32, 7.0)
@@ -224,7 +224,7 @@ def test_loading_replaces_what_was_there() -> None:
 def test_an_emptied_baseline_forgets_its_spread() -> None:
     baseline = Baseline(window=8, min_values=2)
     admit_all(baseline, [1.0, 2.0, 3.0, 4.0])
-    assert baseline.spread > 0  # asked once, so that it is cached
+    assert baseline.spread > 0  # read once, so that it is cached
     baseline.load_state_dict({"values": [], "refused": []})
     assert math.isnan(baseline.spread)
 
@@ -256,7 +256,7 @@ def test_an_emptied_baseline_forgets_its_spread() -> None:
         ("patience", math.nan, "Use 32"),
     ],
 )
-def test_a_bad_argument_is_named_with_its_value_and_what_to_do(field: str, value: Any, advice: str) -> None:
+def test_a_bad_argument_is_reported_with_value_and_advice(field: str, value: Any, advice: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Baseline(**{field: value})
     message = str(caught.value)
@@ -271,7 +271,7 @@ def test_arguments_are_keyword_only() -> None:
 
 
 @given(values=st.lists(VALUES, min_size=1, max_size=40), centre=VALUES, near=st.none() | st.integers(0, 50))
-def test_the_median_deviation_does_not_depend_on_where_the_search_begins(
+def test_the_median_deviation_is_independent_of_the_search_start(
     values: list[float], centre: float, near: int | None
 ) -> None:
     ordered = sorted(values)

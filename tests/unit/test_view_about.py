@@ -1,4 +1,4 @@
-"""What the report says a run was: its settings, machine, ranks and starts; and how several runs differ."""
+"""The report's facts about a run: its settings, machine, ranks and starts; and how several runs differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_about(page: Element) -> Element:
 
 
 def read_about(path: Path, about: dict[str, Any]) -> Element:
-    """What is shown of a run.json."""
+    """Return what the report shows of a run.json."""
     (path / "run.json").write_text(json.dumps(about))
     return find_about(read_report(path))
 
@@ -36,7 +36,7 @@ def write_run(path: Path, config: dict[str, Any], *, num_skipped: int = 0) -> Pa
 # --- one run --------------------------------------------------------------------------------------------------------
 
 
-def test_settings_machine_versions_and_parameters_are_there_closed_at_first(tmp_path: Path) -> None:
+def test_settings_machine_versions_and_parameters_are_present_and_folded(tmp_path: Path) -> None:
     directory = open_directory(tmp_path, names=["a.weight", "a.bias"], config={"clip": {"max_norm": 0.5}, "ema": None})
     directory.close()
     folds = find_about(read_report(tmp_path)).findall("details")
@@ -53,7 +53,7 @@ def test_settings_machine_versions_and_parameters_are_there_closed_at_first(tmp_
 
 
 @pytest.mark.parametrize(("num", "more"), [(400, []), (401, ["and 1 more"]), (1600, ["and 1200 more"])])
-def test_of_very_many_parameters_the_first_are_named_and_the_rest_counted(
+def test_of_very_many_parameters_the_first_are_listed_and_the_rest_counted(
     tmp_path: Path, num: int, more: list[str]
 ) -> None:
     (fold,) = read_about(tmp_path, {"parameters": [f"w{i}" for i in range(num)]}).findall("details")
@@ -72,12 +72,12 @@ def test_of_very_many_parameters_the_first_are_named_and_the_rest_counted(
         ({"config": "odd", "parameters": "odd"}, "run.json does not describe the run."),
     ],
 )
-def test_what_run_json_does_not_tell_has_no_place(tmp_path: Path, about: dict[str, Any], shown: str) -> None:
+def test_facts_missing_in_run_json_have_no_place(tmp_path: Path, about: dict[str, Any], shown: str) -> None:
     assert read_text(read_about(tmp_path, about)) == shown
 
 
 @pytest.mark.parametrize(
-    ("processes", "told"),
+    ("processes", "counted"),
     [
         ([1], ""),
         ([1, 2], ", resumed once"),
@@ -87,18 +87,18 @@ def test_what_run_json_does_not_tell_has_no_place(tmp_path: Path, about: dict[st
     ],
     ids=["once started", "resumed", "resumed twice, in stages", "in stages", "by an older version"],
 )
-def test_the_starts_of_a_run_are_counted_and_stages_of_one_process_are_none(
-    tmp_path: Path, processes: list[int | None], told: str
+def test_the_starts_of_a_run_are_counted_but_not_stages_of_one_process(
+    tmp_path: Path, processes: list[int | None], counted: str
 ) -> None:
     first, *later = ({} if process is None else {"process": process} for process in processes)
     about = read_about(tmp_path, {"started": "noon", **first, "resumed": later})
-    assert read_text(about.find("p")) == f"Started noon{told}"
+    assert read_text(about.find("p")) == f"Started noon{counted}"
 
 
 # --- its ranks ------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_ranks_says_where_each_runs_and_what_it_has_seen(tmp_path: Path) -> None:
+def test_the_table_of_ranks_shows_where_each_runs_and_what_it_has_seen(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
     for rank, loss in ((0, 1.5), (1, None)):
         lines: list[dict[str, Any]] = [{"node": f"node{rank}", "process": 40 + rank, "time": "noon"}] * (1 + rank)
@@ -113,7 +113,7 @@ def test_the_table_of_ranks_says_where_each_runs_and_what_it_has_seen(tmp_path: 
 
 
 @pytest.mark.parametrize(("last", "shown"), [(299, "299"), (200, "200"), (199, "199, behind"), (0, "0, behind")])
-def test_a_rank_that_stands_still_for_a_hundred_steps_is_marked(tmp_path: Path, last: int, shown: str) -> None:
+def test_a_rank_without_progress_for_a_hundred_steps_is_marked(tmp_path: Path, last: int, shown: str) -> None:
     open_directory(tmp_path).close()
     for rank, step in ((0, 299), (1, last)):
         file = RankFile(tmp_path, rank, 2)
@@ -125,7 +125,7 @@ def test_a_rank_that_stands_still_for_a_hundred_steps_is_marked(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("newest", "shown"), [(99, "-"), (100, "-, behind")])
-def test_a_rank_that_never_wrote_a_step_is_behind_once_the_others_have_gone_on(
+def test_a_rank_without_any_step_is_behind_once_the_others_have_advanced(
     tmp_path: Path, newest: int, shown: str
 ) -> None:
     open_directory(tmp_path).close()
@@ -136,7 +136,7 @@ def test_a_rank_that_never_wrote_a_step_is_behind_once_the_others_have_gone_on(
     assert [row[4] for row in read_table(read_report(tmp_path), "rank")] == [str(newest), shown]
 
 
-def test_ranks_that_have_all_just_begun_are_not_behind(tmp_path: Path) -> None:
+def test_ranks_that_have_just_started_are_not_behind(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
     for rank in range(2):
         RankFile(tmp_path, rank, 2).close()
@@ -170,18 +170,18 @@ def test_runs_are_compared_by_their_verdicts_and_numbers(tmp_path: Path) -> None
     ]
 
 
-def test_runs_with_the_same_settings_are_said_to_be_so(tmp_path: Path) -> None:
+def test_runs_with_the_same_settings_are_reported_as_such(tmp_path: Path) -> None:
     page = read_report(*(write_run(tmp_path / name, {"clip": {"max_norm": 1.0}}) for name in "ab"))
     assert "The settings of their guards are the same." in list_texts(page, ".//p[@class='note']")
 
 
-def test_a_run_that_tells_no_settings_differs_in_none(tmp_path: Path) -> None:
+def test_a_run_without_settings_differs_in_none(tmp_path: Path) -> None:
     page = read_report(write_run(tmp_path / "a", {"seed": 1}), write_run(tmp_path / "b", {}))
     assert "setting" not in read_text(page.find(".//section"))
 
 
 @pytest.mark.parametrize("num", [2, 12, 13])
-def test_settings_that_differ_are_in_sight_unless_they_are_many(tmp_path: Path, num: int) -> None:
+def test_differing_settings_are_visible_unless_there_are_many(tmp_path: Path, num: int) -> None:
     runs = [write_run(tmp_path / f"run{i}", {"same": 0, **{f"s{n}": i for n in range(num)}}) for i in range(3)]
     page = read_report(*runs)
     assert read_table(page, "setting that differs") == [[f"s{n}", "0", "1", "2"] for n in range(num)]

@@ -1,4 +1,4 @@
-"""Advice from a run whose learning rate jumped: what a rollback has undone teaches nothing about the rate."""
+"""Advice from a run whose learning rate jumped: changes that a rollback undid are ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACK = act(144, Action.ROLLBACK, {"step": 145}, {"step": 96})
 
 
 @pytest.mark.parametrize(("step", "lowered"), [(121, None), (96, None), (90, 0.09), (150, 0.09)])
-def test_a_lowering_that_a_rollback_took_back_is_not_advised(tmp_path: Path, step: int, lowered: float | None) -> None:
+def test_a_lowered_rate_that_a_rollback_undid_is_not_advised(tmp_path: Path, step: int, lowered: float | None) -> None:
     incidents = [act(step, Action.SCALE_LR, {"lr": 0.9}, {"lr": 0.09}), BACK]
     directory = open_directory(tmp_path)
     for number in range(200):

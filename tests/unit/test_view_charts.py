@@ -1,4 +1,4 @@
-"""The charts of the report: what is drawn where, and what those are told who do not see it."""
+"""The charts of the report: what is drawn where, and the description for readers who cannot see it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_table(norms: dict[str, float]) -> GradientTable:
 
 
 def describe_chart(page: Element, chart: str) -> str:
-    """What a chart is called for those who do not see it, without the help on keys."""
+    """Return the description of a chart for readers who cannot see it, without the help on keys."""
     (figure,) = page.findall(f".//figure[@data-chart='{chart}']")
     (plot,) = figure.findall("div[@class='plot']")
     label = plot.get("aria-label", "")
@@ -31,7 +31,7 @@ def describe_chart(page: Element, chart: str) -> str:
 
 
 def write_run(path: Path) -> Path:
-    """Forty steps with everything that has a chart; the largest norm is at step 7."""
+    """Write forty steps with data for every chart; the largest norm is at step 7."""
     directory = open_directory(path)
     for step in range(40):
         record = make_step(
@@ -44,7 +44,7 @@ def write_run(path: Path) -> Path:
         )
         directory.write_step(record)
         if step % 10 == 0:
-            ratios = {"a": 1e-3, "b": 1e-3} if step else None  # which are not measured at every step
+            ratios = {"a": 1e-3, "b": 1e-3} if step else None  # which are measured only at some steps
             directory.write_layers(step, make_table({"a": 0.1, "b": 0.2}), ratios)
     directory.write_validation(19, 0, 0.9)
     directory.write_validation(39, 1, 0.4)
@@ -70,11 +70,11 @@ def write_run(path: Path) -> Path:
         ("ratios", "Update-to-weight ratios by parameter: 2 parameters at 3 times."),
     ],
 )
-def test_a_chart_is_told_in_words_to_those_who_do_not_see_it(tmp_path: Path, chart: str, words: str) -> None:
+def test_a_chart_has_a_description_for_readers_who_cannot_see_it(tmp_path: Path, chart: str, words: str) -> None:
     assert describe_chart(read_report(write_run(tmp_path)), chart) == words
 
 
-def test_the_words_of_a_run_without_a_measured_norm_name_none(tmp_path: Path) -> None:
+def test_the_description_of_a_run_without_norms_names_none(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text('{"loss": 1.0}\n{"loss": 0.5}\n')
     assert describe_chart(read_report(tmp_path), "norm") == "Gradient norm over 2 steps."
 
@@ -82,7 +82,7 @@ def test_the_words_of_a_run_without_a_measured_norm_name_none(tmp_path: Path) ->
 # --- the marks under the loss ---------------------------------------------------------------------------------------
 
 
-def test_marks_stand_in_the_order_of_their_steps_and_an_action_of_a_later_version_among_them(tmp_path: Path) -> None:
+def test_marks_are_in_step_order_including_an_unknown_action(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(8):
         bad = step == 6
@@ -106,7 +106,7 @@ def test_marks_stand_in_the_order_of_their_steps_and_an_action_of_a_later_versio
     ]
 
 
-def test_a_loss_that_jumped_and_a_rate_that_changed_are_marked_where_it_happened(tmp_path: Path) -> None:
+def test_a_jump_of_the_loss_and_a_changed_rate_are_marked_where_they_happened(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(60):
         rate = 1e-3 * min(1.0, (step + 1) / 10) * (30 if 20 <= step < 25 else 1)
@@ -117,7 +117,7 @@ def test_a_loss_that_jumped_and_a_rate_that_changed_are_marked_where_it_happened
     assert [(mark["name"], mark["x"]) for mark in marks] == [("learning rate changed", [20, 25]), ("jumped", [21])]
 
 
-def test_a_skip_is_marked_once_from_its_step_and_a_clip_not_at_all(tmp_path: Path) -> None:
+def test_a_streak_of_skips_has_one_mark_and_a_clip_none(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(4):
         directory.write_step(make_step(step, skipped=step == 2))
@@ -131,7 +131,7 @@ def test_a_skip_is_marked_once_from_its_step_and_a_clip_not_at_all(tmp_path: Pat
 # --- the maps of parameters -----------------------------------------------------------------------------------------
 
 
-def test_a_cell_that_was_not_finite_is_marked_and_one_that_was_not_there_is_left_empty(tmp_path: Path) -> None:
+def test_a_nonfinite_cell_is_marked_and_a_missing_one_is_empty(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     directory.write_step(make_step(0))
     directory.write_layers(0, make_table({"first": 1.0, "second": 0.01}))
@@ -147,7 +147,7 @@ def test_a_cell_that_was_not_finite_is_marked_and_one_that_was_not_there_is_left
     }
 
 
-def test_a_run_that_wrote_no_parameters_has_no_map(tmp_path: Path) -> None:
+def test_a_run_without_parameters_has_no_map(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     directory.write_step(make_step(0))
     directory.close()
@@ -158,7 +158,7 @@ def test_a_run_that_wrote_no_parameters_has_no_map(tmp_path: Path) -> None:
 # --- the curves -----------------------------------------------------------------------------------------------------
 
 
-def test_curves_hold_five_digits_of_each_number_at_its_step(tmp_path: Path) -> None:
+def test_curves_have_five_digits_of_each_number_at_its_step(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step, loss in ((3, 1 / 3), (4, 123456.789), (5, NAN), (6, 1e-9)):
         directory.write_step(make_step(step, loss=loss))
@@ -169,7 +169,7 @@ def test_curves_hold_five_digits_of_each_number_at_its_step(tmp_path: Path) -> N
     assert "loss_scale" not in drawn["curves"]
 
 
-def test_the_share_of_clipped_and_skipped_steps_is_of_each_stretch(tmp_path: Path) -> None:
+def test_the_share_of_clipped_and_skipped_steps_is_computed_for_each_stretch(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(16):
         directory.write_step(make_step(step, grad_norm=2.0 if step < 2 else 0.5, skipped=step >= 12))

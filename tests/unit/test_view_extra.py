@@ -1,4 +1,4 @@
-"""Numbers that a program tells beside its loss: read from steps.jsonl, drawn by report and plot, told by watch."""
+"""Numbers that a program logs besides its loss: read from steps.jsonl, shown by report, plot and watch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from steadygrad.view.render.parts import render_parts, render_run
 from steadygrad.view.watch import draw_screen
 
 
-def write_run(path: Path, *told: dict[str, float]) -> RunReader:
+def write_run(path: Path, *extras: dict[str, float]) -> RunReader:
     directory = open_directory(path)
-    for step, extra in enumerate(told):
+    for step, extra in enumerate(extras):
         directory.write_step(dataclasses.replace(make_step(step), extra=extra))
     directory.close()
     return RunReader(path).read_all()
 
 
-def test_each_number_has_a_curve_of_its_own_at_the_steps_that_told_it(tmp_path: Path) -> None:
+def test_each_number_has_a_curve_at_the_steps_that_logged_it(tmp_path: Path) -> None:
     run = write_run(tmp_path, {"mse": 2.0, "kl": 0.5}, {}, {"mse": 1.0}, {"mse": math.nan})
     charts = describe_charts(run)
     assert charts["extra"] == {"mse": {"x": [0, 2], "y": [2.0, 1.0]}, "kl": {"x": [0], "y": [0.5]}}
@@ -36,7 +36,7 @@ def test_each_number_has_a_curve_of_its_own_at_the_steps_that_told_it(tmp_path: 
     assert summarise_chart(run, "extra") == "At the end: mse NaN, kl 0.5."
 
 
-def test_a_run_that_tells_none_has_an_empty_chart_which_the_page_hides(tmp_path: Path) -> None:
+def test_a_run_without_such_numbers_has_an_empty_hidden_chart(tmp_path: Path) -> None:
     run = write_run(tmp_path, {}, {})
     assert describe_charts(run)["extra"] == {}
     assert render_run(run, "run0").count('data-chart="extra"') == 1
@@ -52,14 +52,14 @@ def test_a_plot_and_the_terminal_show_them(tmp_path: Path) -> None:
     assert "mse 1.25" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_too_many_names_are_counted_and_told_and_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_names_are_counted_and_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_log, "MAX_EXTRA", 3)
     run = write_run(tmp_path, *({f"term{i}": float(i)} for i in range(8)))
     assert list(run.steps.extra) == ["term0", "term1", "term2"]
     assert "5 more numbers of the program are in steps.jsonl, not drawn" in run.notes
 
 
-def test_what_is_no_number_and_names_with_html_do_no_harm(tmp_path: Path) -> None:
+def test_values_that_are_not_numbers_and_names_with_html_do_no_harm(tmp_path: Path) -> None:
     write_run(tmp_path, {"<b>x</b>": 1.0})
     with (tmp_path / "steps.jsonl").open("a") as file:
         file.write('{"step": 1, "loss": 1.0, "extra": [1, 2]}\n{"step": 2, "loss": 1.0, "extra": {"word": "x"}}\n')

@@ -1,4 +1,4 @@
-"""The verdict in a sentence, and the numbers beside it: each word is earned, up to the very step at which it turns."""
+"""The verdict in a sentence, and the numbers next to it, tested at the exact step at which they change."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SPIKE = make_incident(1, kind="loss_spike", severity=Severity.WARNING, action=Ac
 
 
 def judge(page: Element) -> tuple[str, str]:
-    """The tone and the sentence at the top of a run's page."""
+    """Return the tone and the sentence at the top of a run's page."""
     line, _ = page.findall(".//div[@data-part='headline']/p")
     return (line.get("class") or "").removeprefix("headline "), read_text(line)
 
 
 def report(path: Path, losses: Sequence[float | None], *incidents: Incident, num_skipped: int = 0) -> Element:
-    """The report of a run with these losses, the first steps of which were skipped."""
+    """Write the report of a run with these losses, the first steps of which were skipped."""
     directory = open_directory(path)
     for step, loss in enumerate(losses):
         directory.write_step(make_step(step, loss=loss, grad_norm=0.5, skipped=step < num_skipped))
@@ -40,27 +40,27 @@ def report(path: Path, losses: Sequence[float | None], *incidents: Incident, num
 # --- the word -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_has_not_begun_is_empty(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_empty(tmp_path: Path) -> None:
     assert judge(report(tmp_path, [])) == ("empty", "Empty. No step has been written yet.")
 
 
-def test_what_is_told_for_information_leaves_a_run_healthy(tmp_path: Path) -> None:
-    told = dataclasses.replace(SPIKE, finding=dataclasses.replace(SPIKE.finding, severity=Severity.INFO))
-    assert judge(report(tmp_path, [1.0], told)) == ("good", "Healthy. 1 step, none skipped, no warnings.")
+def test_an_info_leaves_a_run_healthy(tmp_path: Path) -> None:
+    noted = dataclasses.replace(SPIKE, finding=dataclasses.replace(SPIKE.finding, severity=Severity.INFO))
+    assert judge(report(tmp_path, [1.0], noted)) == ("good", "Healthy. 1 step, none skipped, no warnings.")
 
 
-def test_one_warning_and_it_has_survived(tmp_path: Path) -> None:
+def test_a_run_with_one_warning_has_survived(tmp_path: Path) -> None:
     assert judge(report(tmp_path, [2.0, 1.0], SPIKE)) == (
         "warning",
         "Survived. No step of 2 skipped, 1 incident. The loss fell from 2 to 1.",
     )
 
 
-def test_incidents_without_a_step_are_told_as_that(tmp_path: Path) -> None:
+def test_incidents_without_a_step_are_counted(tmp_path: Path) -> None:
     assert judge(report(tmp_path, [], SPIKE)) == ("warning", "Survived. No step was written, 1 incident.")
 
 
-def test_losses_that_are_not_finite_and_were_not_skipped_are_unwell(tmp_path: Path) -> None:
+def test_unskipped_nonfinite_losses_are_unwell(tmp_path: Path) -> None:
     assert judge(report(tmp_path, [2.0, NAN, 1.0])) == (
         "warning",
         "Unwell. 1 step of 3 not finite, none skipped. The loss fell from 2 to 1.",
@@ -68,7 +68,7 @@ def test_losses_that_are_not_finite_and_were_not_skipped_are_unwell(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("num_skipped", "word"), [(5, "Survived."), (6, "Unwell.")])
-def test_a_run_that_skips_more_than_a_twentieth_is_unwell(tmp_path: Path, num_skipped: int, word: str) -> None:
+def test_a_run_with_more_than_a_twentieth_skipped_is_unwell(tmp_path: Path, num_skipped: int, word: str) -> None:
     tone, text = judge(report(tmp_path, [2.0] * 100, num_skipped=num_skipped))
     assert text.split()[0] == word
     assert tone == {"Survived.": "warning", "Unwell.": "bad"}[word]
@@ -94,17 +94,17 @@ def test_a_loss_that_rose_by_a_tenth_over_twenty_steps_is_unwell(
 
 
 @pytest.mark.parametrize(("num_bad", "word"), [(9, "Unwell."), (10, "Lost.")])
-def test_ten_losses_in_a_row_that_are_not_finite_are_a_lost_run(tmp_path: Path, num_bad: int, word: str) -> None:
+def test_a_run_with_ten_nonfinite_losses_in_a_row_is_lost(tmp_path: Path, num_bad: int, word: str) -> None:
     _, text = judge(report(tmp_path, [1.0] * 30 + [NAN] * num_bad))
     assert text.split()[0] == word
     assert ("since step 30: it began at 1, and was 1 at step 29" in text) is (word == "Lost.")
 
 
-def test_a_run_that_never_had_a_finite_loss_says_so(tmp_path: Path) -> None:
+def test_a_run_without_any_finite_loss_says_so(tmp_path: Path) -> None:
     assert judge(report(tmp_path, [NAN] * 10)) == ("bad", "Lost. The loss has not been finite at any step.")
 
 
-def test_a_run_that_was_ended_on_purpose_says_where_and_its_cause(tmp_path: Path) -> None:
+def test_a_halted_run_says_where_and_why(tmp_path: Path) -> None:
     halt = make_incident(9, action=Action.HALT, message="three rollbacks", cause=CAUSE)
     assert judge(report(tmp_path, [1.0], halt)) == (
         "bad",
@@ -113,23 +113,23 @@ def test_a_run_that_was_ended_on_purpose_says_where_and_its_cause(tmp_path: Path
     )
 
 
-def test_a_halt_without_a_message_is_the_policy_s(tmp_path: Path) -> None:
+def test_a_halt_without_a_message_is_attributed_to_the_policy(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
     (tmp_path / "incidents.jsonl").write_text(json.dumps({"step": 4, "outcome": {"action": "halt"}}) + "\n")
     assert judge(read_report(tmp_path)) == ("bad", "Halted. Ended by the policy at step 4: no reason was recorded.")
 
 
-@pytest.mark.parametrize(("num", "told"), [(1, ", 1 rollback, 1 incident."), (2, ", 2 rollbacks, 2 incidents.")])
-def test_rollbacks_are_counted(tmp_path: Path, num: int, told: str) -> None:
+@pytest.mark.parametrize(("num", "expected"), [(1, ", 1 rollback, 1 incident."), (2, ", 2 rollbacks, 2 incidents.")])
+def test_rollbacks_are_counted(tmp_path: Path, num: int, expected: str) -> None:
     backs = [make_incident(step, action=Action.ROLLBACK) for step in range(num)]
-    assert f"No step of 1 skipped{told}" in judge(report(tmp_path, [1.0], *backs))[1]
+    assert f"No step of 1 skipped{expected}" in judge(report(tmp_path, [1.0], *backs))[1]
 
 
 # --- its cause ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("cause", "told"),
+    ("cause", "expected"),
     [
         ({"kind": "nan", "symptom": "NaN loss"}, "NaN loss."),
         ({"kind": "inf"}, "inf."),
@@ -137,24 +137,24 @@ def test_rollbacks_are_counted(tmp_path: Path, num: int, told: str) -> None:
         ({"kind": "inf", "file": "C:\\me\\model.py", "line": 7}, "inf at model.py:7."),
     ],
 )
-def test_the_first_cause_is_told_as_far_as_it_is_known(tmp_path: Path, cause: dict[str, Any], told: str) -> None:
+def test_the_first_cause_is_described_as_far_as_known(tmp_path: Path, cause: dict[str, Any], expected: str) -> None:
     found = make_incident(6, cause=Cause(phase="forward", **cause))
     later = make_incident(7, cause=CAUSE)
     _, text = judge(report(tmp_path, [1.0], SPIKE, found, later))
-    assert text.endswith(f"3 incidents. First cause, step 6: {told}")
+    assert text.endswith(f"3 incidents. First cause, step 6: {expected}")
 
 
-def test_a_value_that_arrived_with_the_batch_was_not_born_in_an_operation(tmp_path: Path) -> None:
+def test_a_nonfinite_input_is_not_attributed_to_an_operation(tmp_path: Path) -> None:
     cause = Cause(kind="nan", phase="input", op="input", name="features", symptom="NaN loss", file="train.py", line=9)
     _, text = judge(report(tmp_path, [1.0], make_incident(6, cause=cause)))
     assert text.endswith("First cause, step 6: NaN loss, already in the input features at train.py:9.")
 
 
-# --- from where to where the loss went ------------------------------------------------------------------------------
+# --- first and last loss --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("losses", "told"),
+    ("losses", "expected"),
     [
         ([3.0], ""),
         ([3.0, 1.0], "The loss fell from 3 to 1."),
@@ -164,16 +164,14 @@ def test_a_value_that_arrived_with_the_batch_was_not_born_in_an_operation(tmp_pa
     ],
     ids=["one step", "two steps", "thirty", "many", "some without a loss"],
 )
-def test_the_loss_is_that_of_the_first_and_of_the_last_step_as_they_were(
-    tmp_path: Path, losses: list[float | None], told: str
-) -> None:
-    assert judge(report(tmp_path, losses))[1].partition("no warnings.")[2].strip() == told
+def test_first_and_last_loss_are_the_recorded_ones(tmp_path: Path, losses: list[float | None], expected: str) -> None:
+    assert judge(report(tmp_path, losses))[1].partition("no warnings.")[2].strip() == expected
 
 
 # --- the tiles ------------------------------------------------------------------------------------------------------
 
 
-def test_the_tiles_hold_the_numbers_of_the_run_to_three_digits(tmp_path: Path) -> None:
+def test_the_tiles_have_the_numbers_of_the_run_to_three_digits(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(2000):
         loss = 0.25432 if step == 1500 else 4.1234 if step < 1000 else 1.2345
@@ -191,13 +189,13 @@ def test_the_tiles_hold_the_numbers_of_the_run_to_three_digits(tmp_path: Path) -
         ("best validation", "0.343 at 1,499"),
         ("largest norm", "8.77 at 1,200"),
         ("skipped", "4 (0.2 %)"),
-        ("clipped", "25.1 %"),  # 500 of the 1,996 that were applied
+        ("clipped", "25.1 %"),  # 500 of the 1,996 applied steps
         ("incidents", "1"),
         ("time", "8 min, 4/s"),
     ]
 
 
-def test_a_run_that_has_not_begun_has_few_tiles(tmp_path: Path) -> None:
+def test_a_run_without_steps_has_few_tiles(tmp_path: Path) -> None:
     assert read_pairs(report(tmp_path, []), ".//div[@data-part='tiles']/dl") == [
         ("steps", "0"),
         ("skipped", "0 (0 %)"),

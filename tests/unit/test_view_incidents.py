@@ -1,4 +1,4 @@
-"""Problems in the report: what a reader is told of each, once, in its place, also where a record says less or more."""
+"""Problems in the report: each is shown once, in its place, even where the record has more or fewer fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steadygrad.record.rank_file import RankFile
 
 
 def report(path: Path, *incidents: Incident) -> Element:
-    """The report of a run in which these have happened."""
+    """Return the report of a run with these incidents."""
     directory = open_directory(path)
     directory.write_step(make_step(0))
     for incident in incidents:
@@ -28,14 +28,14 @@ def report(path: Path, *incidents: Incident) -> Element:
 
 
 def report_row(path: Path, row: dict[str, Any]) -> Element:
-    """The report of a run whose record has this line, as another version may have written it."""
+    """Return the report of a run whose record has this line, perhaps from another version."""
     open_directory(path).close()
     (path / "incidents.jsonl").write_text(json.dumps(row) + "\n")
     return read_report(path)
 
 
 def report_cause(path: Path, **changes: Any) -> Element:
-    """How a cause is shown that has these fields in its line of the record."""
+    """Return how the report shows a cause with these fields."""
     row = json.loads(to_json(make_incident(3, cause=Cause(kind="nan", phase="forward"))))
     row["cause"] |= changes
     (section,) = report_row(path, row).findall(".//section[@class='cause']")
@@ -47,27 +47,27 @@ def find_one(page: Element) -> Element:
     return incident
 
 
-# --- the closed line ------------------------------------------------------------------------------------------------
+# --- the folded line ------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_incident_tells_severity_step_message_and_what_was_done(tmp_path: Path) -> None:
+def test_a_folded_incident_shows_severity_step_message_and_action(tmp_path: Path) -> None:
     incident = find_one(report(tmp_path, make_incident(1200, message="the loss is NaN")))
     assert list_texts(incident, "summary/*") == ["error", "step 1,200", "the loss is NaN", "the step was skipped"]
     assert incident.get("data-step") == "1200"
     assert incident.get("open") is None
 
 
-def test_a_closed_incident_with_a_known_cause_names_it_and_its_line(tmp_path: Path) -> None:
+def test_a_folded_incident_with_a_known_cause_shows_it_and_its_line(tmp_path: Path) -> None:
     incident = find_one(report(tmp_path, make_incident(7, cause=CAUSE)))
     assert list_texts(incident, "summary/*")[2:4] == ["NaN gradient, born in the backward of aten.sqrt", "model.py:41"]
 
 
-def test_where_nothing_was_done_the_line_says_so(tmp_path: Path) -> None:
+def test_without_an_action_the_line_says_so(tmp_path: Path) -> None:
     page = report(tmp_path, make_incident(4, action=Action.NONE))
     assert list_texts(page, ".//summary/span[@class='did']") == ["reported only"]
 
 
-def test_the_rank_is_named_where_it_alone_has_told_it_and_only_there(tmp_path: Path) -> None:
+def test_the_rank_is_named_only_if_it_alone_reported_the_incident(tmp_path: Path) -> None:
     common = make_incident(5, kind="nonfinite_loss")
     directory = open_directory(tmp_path)
     files = [RankFile(tmp_path, rank, 2) for rank in range(2)]
@@ -85,14 +85,14 @@ def test_the_rank_is_named_where_it_alone_has_told_it_and_only_there(tmp_path: P
     assert ranks == {"nonfinite_loss": [], "nonfinite_input": ["rank 1"]}
 
 
-def test_a_line_of_the_record_that_says_little_is_shown_with_what_it_says(tmp_path: Path) -> None:
+def test_a_record_with_few_fields_is_shown_with_those(tmp_path: Path) -> None:
     page = report_row(tmp_path, {"step": 4})
     assert list_texts(find_one(page), "summary/*") == ["unknown", "step 4", "unknown", "reported only"]
     assert find_one(page).findall(".//section") == []
 
 
 @pytest.mark.parametrize("severity", [*Severity, "catastrophic"])
-def test_a_severity_has_its_colour_and_one_that_is_not_known_has_none_of_theirs(tmp_path: Path, severity: str) -> None:
+def test_a_severity_has_its_colour_and_an_unknown_one_has_none(tmp_path: Path, severity: str) -> None:
     known = severity in list(Severity)
     page = report_row(tmp_path, {"step": 4, "finding": {"kind": "own_rule", "severity": severity}})
     badge = find_one(page).find("summary/span")
@@ -103,7 +103,7 @@ def test_a_severity_has_its_colour_and_one_that_is_not_known_has_none_of_theirs(
 # --- one problem, many times ----------------------------------------------------------------------------------------
 
 
-def test_the_same_cause_is_one_problem_however_often_it_strikes(tmp_path: Path) -> None:
+def test_repeated_incidents_with_one_cause_are_one_problem(tmp_path: Path) -> None:
     often = [make_incident(step, cause=dataclasses.replace(CAUSE, step=step)) for step in range(10, 310, 3)]
     page = report(tmp_path, *often, make_incident(400, cause=dataclasses.replace(CAUSE, line=99)))
     shown = page.findall(".//details[@class='incident']")
@@ -120,7 +120,7 @@ def test_the_same_cause_is_one_problem_however_often_it_strikes(tmp_path: Path) 
     assert len(page.findall(".//section[@class='cause']")) == 2
 
 
-def test_its_first_and_newest_steps_are_listed_with_all_that_was_found_there(tmp_path: Path) -> None:
+def test_the_first_and_newest_steps_of_a_problem_are_listed_with_all_findings(tmp_path: Path) -> None:
     other = make_incident(0, kind="nonfinite_input").finding
     page = report(tmp_path, *(dataclasses.replace(make_incident(step), also=(other,)) for step in range(20)))
     rows = read_table(find_one(page), "step")
@@ -128,7 +128,7 @@ def test_its_first_and_newest_steps_are_listed_with_all_that_was_found_there(tmp
     assert rows[0][1:4] == ["nonfinite_loss, nonfinite_input", "the step was skipped", "the loss is NaN"]
 
 
-def test_problems_are_in_the_order_of_their_steps_and_each_has_an_address_of_its_own(tmp_path: Path) -> None:
+def test_problems_are_in_step_order_and_each_has_a_unique_address(tmp_path: Path) -> None:
     page = report(tmp_path, *(make_incident(step, kind=kind) for step, kind in ((7, "a"), (2, "b"), (9, "a"))))
     shown = page.findall(".//details[@class='incident']")
     assert [(one.get("id"), one.get("data-step"), one.get("data-steps")) for one in shown] == [
@@ -144,7 +144,7 @@ def test_two_runs_on_a_page_share_no_address(tmp_path: Path) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_of_very_many_problems_the_first_are_open_to_the_eye_and_the_rest_counted(tmp_path: Path) -> None:
+def test_of_very_many_problems_the_first_are_visible_and_the_rest_counted(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
     lines = (to_json(make_incident(step, kind=f"kind{step % 120}")) + "\n" for step in range(1440))
     (tmp_path / "incidents.jsonl").write_text("".join(lines))
@@ -159,14 +159,14 @@ def test_a_run_without_incidents_says_so(tmp_path: Path) -> None:
     assert read_text(part) == "No incidents."
 
 
-# --- the opened incident --------------------------------------------------------------------------------------------
+# --- the unfolded incident ------------------------------------------------------------------------------------------
 
 
-def test_an_opened_incident_tells_what_was_done_why_and_what_to_change(tmp_path: Path) -> None:
+def test_an_unfolded_incident_shows_action_reason_and_fixes(tmp_path: Path) -> None:
     outcome = Outcome(action=Action.SCALE_LR, message="halved", before={"lr": 3e-4}, after={"lr": 1.5e-4})
-    told = make_incident(7)
-    finding = dataclasses.replace(told.finding, evidence={"loss": 9.25, "worst_layers": ["a", "b"]})
-    incident = find_one(report(tmp_path, dataclasses.replace(told, finding=finding, outcome=outcome)))
+    incident_made = make_incident(7)
+    finding = dataclasses.replace(incident_made.finding, evidence={"loss": 9.25, "worst_layers": ["a", "b"]})
+    incident = find_one(report(tmp_path, dataclasses.replace(incident_made, finding=finding, outcome=outcome)))
     assert read_pairs(incident, "div/dl") == [
         ("kind", "nonfinite_loss"),
         ("what was done", "halved"),
@@ -179,7 +179,7 @@ def test_an_opened_incident_tells_what_was_done_why_and_what_to_change(tmp_path:
     ]
 
 
-def test_what_is_not_known_of_an_incident_has_no_line(tmp_path: Path) -> None:
+def test_unknown_fields_of_an_incident_have_no_line(tmp_path: Path) -> None:
     row = {
         "step": 3,
         "finding": {"kind": "own_rule", "advice": "", "evidence": [1, 2]},
@@ -195,7 +195,7 @@ def test_what_is_not_known_of_an_incident_has_no_line(tmp_path: Path) -> None:
 # --- its cause ------------------------------------------------------------------------------------------------------
 
 
-def test_each_field_of_a_cause_is_told_once_under_a_name_that_a_reader_knows(tmp_path: Path) -> None:
+def test_each_field_of_a_cause_is_shown_once_under_a_readable_name(tmp_path: Path) -> None:
     (section,) = report(tmp_path, make_incident(7, cause=CAUSE)).findall(".//section[@class='cause']")
     assert read_pairs(section) == [
         ("seen", "NaN gradient"),
@@ -222,7 +222,7 @@ def test_each_field_of_a_cause_is_told_once_under_a_name_that_a_reader_knows(tmp
     assert list_texts(section, "p") == [CAUSE.explanation]
 
 
-def test_a_cause_that_knows_little_has_no_empty_lines_and_no_empty_lists(tmp_path: Path) -> None:
+def test_a_cause_with_few_fields_has_no_empty_lines_or_lists(tmp_path: Path) -> None:
     section = report_cause(tmp_path, growth=0, note="", samples=[], fixes=[], chain=None)
     assert [name for name in list_texts(section, "*") if name] == ["Cause", "phase forward factor a layer 0"]
 
@@ -230,7 +230,7 @@ def test_a_cause_that_knows_little_has_no_empty_lines_and_no_empty_lists(tmp_pat
 @pytest.mark.parametrize(
     ("module", "shown"), [("encoder.norm", ["encoder.norm"]), ("", ["(the model itself)"]), (None, [])]
 )
-def test_a_cause_in_the_model_itself_is_not_one_outside_of_any_module(
+def test_a_cause_in_the_root_module_is_not_outside_of_any_module(
     tmp_path: Path, module: str | None, shown: list[str]
 ) -> None:
     section = report_cause(tmp_path, module=module)
@@ -246,7 +246,7 @@ def test_a_cause_in_the_model_itself_is_not_one_outside_of_any_module(
         ({"line": 41}, None),
     ],
 )
-def test_the_place_of_a_cause_is_shown_as_far_as_it_is_known(
+def test_the_location_of_a_cause_is_shown_as_far_as_known(
     tmp_path: Path, place: dict[str, Any], shown: tuple[str, str] | None
 ) -> None:
     figures = report_cause(tmp_path, **place).findall("figure")
@@ -255,13 +255,13 @@ def test_the_place_of_a_cause_is_shown_as_far_as_it_is_known(
     )
 
 
-def test_of_what_to_change_only_what_can_be_typed_looks_like_code(tmp_path: Path) -> None:
+def test_only_fixes_that_can_be_typed_look_like_code(tmp_path: Path) -> None:
     section = report_cause(tmp_path, fixes=["x.clamp(min=1e-6).sqrt()", "lower the learning rate"])
     assert list_texts(section, "ul/li") == ["x.clamp(min=1e-6).sqrt()", "lower the learning rate"]
     assert list_texts(section, "ul/li/code") == ["x.clamp(min=1e-6).sqrt()"]
 
 
 @pytest.mark.parametrize("field", ["fixes", "inputs", "terms", "chain"])
-def test_a_list_that_was_written_as_one_text_is_one_line(tmp_path: Path, field: str) -> None:
+def test_a_list_recorded_as_text_is_one_line(tmp_path: Path, field: str) -> None:
     section = report_cause(tmp_path, **{field: "add an epsilon"})
     assert [*list_texts(section, "ul/li"), *list_texts(section, "ol/li")] == ["add an epsilon"]

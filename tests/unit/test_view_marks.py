@@ -1,4 +1,4 @@
-"""Every action has a name and a sign, wherever it is shown."""
+"""Every action has a name and a symbol in every view."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steadygrad.facts import Action
 from steadygrad.view.marks import MARKS, find_mark
 
 
-def test_every_action_that_does_something_has_a_mark() -> None:
+def test_every_action_with_an_effect_has_a_mark() -> None:
     assert set(Action) - {Action.NONE} <= set(MARKS)
 
 

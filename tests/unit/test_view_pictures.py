@@ -1,4 +1,4 @@
-"""Pictures that a training left in RUN/pictures are shown in the report; what cannot be shown is told."""
+"""Pictures that a training saved in RUN/pictures are shown in the report; the others are reported."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def test_a_picture_is_in_the_page_with_its_caption_escaped(run: Path) -> None:
     assert "<b>bold</b>" not in page
 
 
-def test_a_run_without_pictures_has_no_word_about_them(run: Path) -> None:
+def test_a_run_without_pictures_does_not_mention_them(run: Path) -> None:
     assert render_parts(RunReader(run).read_all())["pictures"] == ""
 
 
-def test_a_picture_without_a_caption_goes_by_its_name(run: Path) -> None:
+def test_a_picture_without_a_caption_is_shown_with_its_name(run: Path) -> None:
     put(run, "epoch-3.png")
     (run / "pictures" / "captions.json").write_text("[not json")
     assert [(one.name, one.caption) for one in read_pictures(run).shown] == [("epoch-3.png", "epoch-3")]
 
 
-def test_what_is_no_png_or_too_large_is_told_and_not_shown(run: Path) -> None:
+def test_files_that_are_not_png_or_too_large_are_reported_and_not_shown(run: Path) -> None:
     put(run, "bad.png", b"<svg onload=alert(1)>")
     put(run, "large.png", SIGNATURE + bytes(MAX_BYTES))
     found = read_pictures(run)
@@ -53,7 +53,7 @@ def test_what_is_no_png_or_too_large_is_told_and_not_shown(run: Path) -> None:
     assert "bad.png: no readable PNG" in render_parts(RunReader(run).read_all())["pictures"]
 
 
-def test_only_so_many_pictures_are_shown_and_the_rest_is_told(run: Path) -> None:
+def test_surplus_pictures_are_counted_and_not_shown(run: Path) -> None:
     for number in range(MAX_PICTURES + 2):
         put(run, f"{number:03d}.png")
     found = read_pictures(run)
@@ -61,7 +61,7 @@ def test_only_so_many_pictures_are_shown_and_the_rest_is_told(run: Path) -> None
     assert len(found.left_out) == 2
 
 
-def test_a_link_out_of_the_served_folder_is_not_followed(run: Path, tmp_path: Path) -> None:
+def test_a_link_that_leaves_the_served_folder_is_not_followed(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.png"
     secret.write_bytes(SIGNATURE + b"secret")
     put(run, "own.png")

@@ -1,4 +1,4 @@
-"""Pictures: each panel is drawn, in each format, from a run or a bare log, and errors say what to write instead."""
+"""Plots: each panel is drawn in each format, from a run or a bare log, and errors say what to write instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGINNINGS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
 @pytest.mark.parametrize("kind", BEGINNINGS)
-def test_the_ending_says_what_is_written(tmp_path: Path, kind: str) -> None:
+def test_the_file_extension_decides_the_format(tmp_path: Path, kind: str) -> None:
     write_run(tmp_path / "run", 60)
     target = plot_run(tmp_path / "run", ["loss"], tmp_path / f"x.{kind}")
     assert target.read_bytes().startswith(BEGINNINGS[kind])
@@ -51,7 +51,7 @@ def test_a_bare_log_is_plotted_by_the_command(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "x.png").read_bytes().startswith(BEGINNINGS["png"])
 
 
-def test_what_is_drawn_unasked_is_what_there_is(tmp_path: Path) -> None:
+def test_the_default_panels_are_those_with_data(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 20)
     log = tmp_path / "log.jsonl"
     log.write_text('{"loss": 1.0}\n')
@@ -61,7 +61,7 @@ def test_what_is_drawn_unasked_is_what_there_is(tmp_path: Path) -> None:
     assert choose_panels([tmp_path / "run"]) == ["loss", "validation", "norm"]
 
 
-def test_a_rate_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
+def test_a_rate_jump_does_not_flatten_the_rest(tmp_path: Path) -> None:
     directory = open_directory(tmp_path / "run")
     for step in range(30):
         directory.write_step(make_step(step, learning_rates=(0.9 if step == 20 else 3e-3,)))
@@ -70,13 +70,13 @@ def test_a_rate_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
     assert "10^{-2}" in picture  # a tick of a logarithmic axis
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_named(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 20)
     with pytest.raises(UsageError, match=r"cannot write .*nowhere.*No such file or directory"):
         plot_run(tmp_path / "run", ["loss"], tmp_path / "nowhere" / "x.png")
 
 
-def test_a_name_with_dollars_is_no_mathematics(tmp_path: Path) -> None:
+def test_a_name_with_dollar_signs_is_not_parsed_as_math(tmp_path: Path) -> None:
     write_run(tmp_path / "a$\\frac$b", 20, names=["$x_{$", "w"])
     plot_run(tmp_path / "a$\\frac$b", ["loss", "layers"], tmp_path / "x.png")
 
@@ -90,7 +90,7 @@ def test_a_name_with_dollars_is_no_mathematics(tmp_path: Path) -> None:
         ([], "x.png", "Use: loss,validation,metrics,norm"),
     ],
 )
-def test_what_cannot_be_drawn_is_said(tmp_path: Path, what: list[str], target: str, message: str) -> None:
+def test_a_plot_that_cannot_be_drawn_is_reported(tmp_path: Path, what: list[str], target: str, message: str) -> None:
     write_run(tmp_path / "run", 20)
     with pytest.raises(UsageError, match=message):
         plot_run(tmp_path / "run", what, tmp_path / target)

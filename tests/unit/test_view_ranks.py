@@ -1,4 +1,4 @@
-"""The files of ranks in every view: what one rank alone has seen is shown with its number, what all told only once."""
+"""The files of ranks in every view: an incident of one rank is shown with its number, a common incident only once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def own(step: int, message: str = "the batch holds NaN or Inf in 0") -> Incident
 
 
 def write_job(path: Path, *, num_steps: int = 10, late_rank: bool = False) -> Path:
-    """Three ranks: all tell the common incident, rank 1 alone a bad batch, rank 0 and 2 another at one step."""
+    """Three ranks: all report the common incident, rank 1 alone a bad batch, ranks 0 and 2 another one at one step."""
     run = open_directory(path)
     files = [RankFile(path, rank, 3) for rank in range(3)]
     for step in range(num_steps):
@@ -46,14 +46,14 @@ def write_job(path: Path, *, num_steps: int = 10, late_rank: bool = False) -> Pa
     return path
 
 
-def list_told(run: RunReader) -> list[tuple[int, str, int | None]]:
+def list_incidents(run: RunReader) -> list[tuple[int, str, int | None]]:
     shown = [(find_step(one), one["finding"]["kind"], find_rank(one)) for one in run.incidents.shown()]
     return sorted(shown, key=str)
 
 
-def test_what_all_ranks_tell_is_shown_once_and_what_one_tells_with_its_number(tmp_path: Path) -> None:
+def test_common_incidents_are_shown_once_and_those_of_one_rank_with_its_number(tmp_path: Path) -> None:
     run = RunReader(write_job(tmp_path)).read_all()
-    assert list_told(run) == [
+    assert list_incidents(run) == [
         (5, "nonfinite_input", 1),
         (5, "nonfinite_loss", None),
         (7, "nonfinite_input", 0),
@@ -66,38 +66,38 @@ def test_what_all_ranks_tell_is_shown_once_and_what_one_tells_with_its_number(tm
     ]
 
 
-def test_a_run_of_one_has_no_ranks_and_its_incidents_no_number(tmp_path: Path) -> None:
+def test_a_single_process_run_has_no_ranks_and_no_rank_numbers(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     directory.write_incident(own(3))
     directory.close()
     run = RunReader(tmp_path).read_all()
     assert len(run.ranks) == 0
-    assert list_told(run) == [(3, "nonfinite_input", None)]
+    assert list_incidents(run) == [(3, "nonfinite_input", None)]
     assert render_parts(run)["ranks"] == ""
 
 
-def test_an_incident_that_a_rank_writes_before_rank_0_is_not_told_twice(tmp_path: Path) -> None:
+def test_an_incident_that_a_rank_writes_before_rank_0_is_not_repeated(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     first, second = RankFile(tmp_path, 0, 2), RankFile(tmp_path, 1, 2)
     second.write_incident(COMMON)
     run = RunReader(tmp_path)
     run.update()
-    assert run.incidents.count == 0, "rank 0 may still tell it"
+    assert run.incidents.count == 0, "rank 0 may still report it"
     directory.write_incident(COMMON)
     run.update()
     run.update()
-    assert list_told(run) == [(5, "nonfinite_loss", None)]
+    assert list_incidents(run) == [(5, "nonfinite_loss", None)]
     for sink in (directory, first, second):
         sink.close()
 
 
-def test_a_rank_is_heard_though_rank_0_says_nothing_any_more(tmp_path: Path) -> None:
+def test_a_rank_is_shown_even_if_rank_0_has_gone_silent(tmp_path: Path) -> None:
     directory, file = open_directory(tmp_path), RankFile(tmp_path, 1, 2)
     file.write_incident(COMMON)
     run = RunReader(tmp_path)
     run.update()
     run.update()
-    assert list_told(run) == [(5, "nonfinite_loss", 1)]
+    assert list_incidents(run) == [(5, "nonfinite_loss", 1)]
     directory.close()
     file.close()
 
@@ -116,7 +116,7 @@ def test_report_and_terminal_name_the_rank(tmp_path: Path) -> None:
     assert "rank 2 nonfinite_input" in text
 
 
-def test_names_of_machines_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+def test_names_of_machines_cannot_inject_html(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
     line = {"rank": 1, "num_ranks": 2, "node": "<script>alert(1)</script>", "process": 7, "time": "<b>"}
     (tmp_path / "rank_1.jsonl").write_text(to_json(line) + "\n")
@@ -125,7 +125,7 @@ def test_names_of_machines_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in page
 
 
-def test_torn_and_foreign_files_spoil_nothing(tmp_path: Path) -> None:
+def test_truncated_and_foreign_files_do_no_harm(tmp_path: Path) -> None:
     write_job(tmp_path)
     with (tmp_path / "rank_1.jsonl").open("a") as file:
         file.write('[1, 2]\nnonsense\n{"step": 10, "lo')
@@ -135,7 +135,7 @@ def test_torn_and_foreign_files_spoil_nothing(tmp_path: Path) -> None:
     assert [(log.rank, log.last_step) for log in run.ranks] == [(0, 9), (1, 9), (2, 9), (9, None)]
 
 
-def test_of_very_many_ranks_the_first_are_read_and_the_rest_told(
+def test_of_very_many_ranks_the_first_are_read_and_the_rest_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_log, "MAX_RANKS", 2)

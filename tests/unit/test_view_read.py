@@ -1,4 +1,4 @@
-"""Reading runs: nothing is lost that matters, nothing breaks on what a crash has left, and memory stays bounded."""
+"""Reading runs: nothing important is lost, leftovers of a crash do no harm, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_lines(path: Path, *rows: object) -> Path:
 # --- downsampling -------------------------------------------------------------------------------------------------
 
 
-def test_one_spike_in_many_steps_is_kept_up_and_down() -> None:
+def test_a_single_spike_up_or_down_is_kept() -> None:
     noise = random.Random(0)
     values = [noise.gauss(0, 1) for _ in range(200_000)]
     values[123_456], values[98_765] = 500.0, -700.0
@@ -58,7 +58,7 @@ def test_one_spike_in_many_steps_is_kept_up_and_down() -> None:
     st.integers(1, 60),
 )
 @settings(max_examples=60, deadline=None)
-def test_however_it_comes_every_bucket_has_its_extremes(
+def test_every_bucket_keeps_its_extremes_in_any_order(
     pairs: list[tuple[int, float]], max_buckets: int, size: int
 ) -> None:
     curve = Curve(max_buckets=max_buckets)
@@ -75,7 +75,7 @@ def test_however_it_comes_every_bucket_has_its_extremes(
     assert len(keys) <= max_buckets
 
 
-def test_the_quick_way_over_consecutive_steps_is_the_slow_way() -> None:
+def test_the_fast_path_over_consecutive_steps_equals_the_slow_one() -> None:
     noise = random.Random(1)
     values = [noise.random() for _ in range(30_000)]
     quick, slow = Curve(max_buckets=100), Curve(max_buckets=100)
@@ -97,10 +97,10 @@ def test_shares_count_every_step_and_keep_the_first_hit() -> None:
     assert len(share.points()[0]) <= 10
 
 
-# --- files that crash, grow, or are not there ---------------------------------------------------------------------
+# --- truncated, growing and missing files -------------------------------------------------------------------------
 
 
-def test_half_a_line_waits_for_its_end_and_every_line_comes_once(tmp_path: Path) -> None:
+def test_a_partial_line_waits_for_its_end_and_every_line_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(b'{"step":0}\n{"st')
     tail = Tail(path)
@@ -113,7 +113,7 @@ def test_half_a_line_waits_for_its_end_and_every_line_comes_once(tmp_path: Path)
     assert tail.num_bad == 0
 
 
-def test_a_torn_last_line_is_left_out_and_told(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
     write_run(tmp_path, 50)
     with (tmp_path / "steps.jsonl").open("a") as file:
         file.write('{"step":50,"loss":2.')
@@ -123,25 +123,25 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path: Path) -> None:
     assert run.progress == 1.0
 
 
-def test_a_last_line_without_its_end_counts_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_complete_last_line_without_a_newline_counts(tmp_path: Path) -> None:
     path = tmp_path / "training_log.jsonl"
     path.write_text('{"loss": 3.0}\n{"loss": 2.0}')
     assert RunReader(path).read_all().steps.num_steps == 2
 
 
 @pytest.mark.parametrize(
-    "spoilt", [b'{"step":1', b"\xff\xfe\x00", b"[1, 2]", b"null", b"NaN", b'{"a":1}{"b":2}', b"[" * 100_000]
+    "corrupt", [b'{"step":1', b"\xff\xfe\x00", b"[1, 2]", b"null", b"NaN", b'{"a":1}{"b":2}', b"[" * 100_000]
 )
-def test_a_spoilt_line_costs_itself_only(tmp_path: Path, spoilt: bytes) -> None:
+def test_a_corrupt_line_affects_only_itself(tmp_path: Path, corrupt: bytes) -> None:
     path = tmp_path / "steps.jsonl"
-    path.write_bytes(b'{"step":0,"loss":1.0}\n' + spoilt + b'\n\n{"step":2,"loss":2.0}\n')
+    path.write_bytes(b'{"step":0,"loss":1.0}\n' + corrupt + b'\n\n{"step":2,"loss":2.0}\n')
     tail = Tail(path)
     assert [row["step"] for row in tail.read()] == [0, 2]
     assert tail.num_bad == 1
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "rank_0.jsonl"])
-def test_corrupt_lines_for_more_than_a_chunk_are_not_the_end(tmp_path: Path, name: str) -> None:
+def test_corrupt_lines_longer_than_a_chunk_do_not_stop_reading(tmp_path: Path, name: str) -> None:
     lines = [b"\0" * (1 << 20), *(b'{"step":%d,"loss":1.0}' % step for step in range(20))]
     (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
     run = RunReader(tmp_path)
@@ -152,7 +152,7 @@ def test_corrupt_lines_for_more_than_a_chunk_are_not_the_end(tmp_path: Path, nam
     assert (run.steps if name == "steps.jsonl" else next(iter(run.ranks))).last_step == 19
 
 
-def test_progress_is_not_whole_while_lines_after_corrupt_ones_are_unread(tmp_path: Path) -> None:
+def test_progress_is_incomplete_while_lines_after_corrupt_ones_are_unread(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_bytes(b"\0" * (1 << 20) + b'\n{"step":0,"loss":1.0}\n')
     run = RunReader(tmp_path)
 
@@ -176,7 +176,7 @@ def test_a_line_longer_than_a_chunk_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["run.json", "steps.jsonl", "layers.jsonl", "incidents.jsonl"])
-def test_a_missing_file_is_a_note(tmp_path: Path, missing: str) -> None:
+def test_a_missing_file_gives_a_note(tmp_path: Path, missing: str) -> None:
     write_run(tmp_path, 40)
     (tmp_path / missing).unlink()
     run = RunReader(tmp_path).read_all()
@@ -186,7 +186,7 @@ def test_a_missing_file_is_a_note(tmp_path: Path, missing: str) -> None:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user may enter; the test runs as one who may not read everything in it."""
+    """Return a folder that every user may enter; the test runs as a user with limited rights in it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -197,13 +197,13 @@ def open_folder() -> Iterator[Path]:
 
 def forbid(path: Path) -> None:
     path.chmod(0)
-    if os.geteuid() == 0:  # who may read everything
+    if os.geteuid() == 0:  # a user who may read everything
         os.seteuid(65534)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions of POSIX")
 @pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl"])
-def test_a_file_that_may_not_be_read_is_a_note(open_folder: Path, name: str) -> None:
+def test_an_unreadable_file_gives_a_note(open_folder: Path, name: str) -> None:
     write_run(open_folder, 40)
     forbid(open_folder / name)
 
@@ -216,7 +216,7 @@ def test_a_file_that_may_not_be_read_is_a_note(open_folder: Path, name: str) -> 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="permissions of POSIX")
 @pytest.mark.parametrize("name", ["steps.jsonl", "incidents.jsonl"])
-def test_a_file_that_may_not_be_read_leaves_the_list_of_runs_whole(open_folder: Path, name: str) -> None:
+def test_an_unreadable_file_does_not_break_the_list_of_runs(open_folder: Path, name: str) -> None:
     write_run(open_folder / "a", 40)
     write_run(open_folder / "b", 40)
     forbid(open_folder / "a" / name)
@@ -224,7 +224,7 @@ def test_a_file_that_may_not_be_read_leaves_the_list_of_runs_whole(open_folder: 
     assert {one.name for one in list_glances(open_folder)} == {"a", "b"}
 
 
-def test_a_line_of_brackets_leaves_the_list_of_runs_whole(tmp_path: Path) -> None:
+def test_a_line_of_brackets_does_not_break_the_list_of_runs(tmp_path: Path) -> None:
     with (write_run(tmp_path / "a", 40) / "steps.jsonl").open("a") as file:
         file.write("[" * 9000 + "\n")
 
@@ -238,7 +238,7 @@ def test_an_empty_run_says_so(tmp_path: Path) -> None:
     assert list_numbers(run)["steps"] == "0"
 
 
-def test_a_run_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+def test_a_replaced_run_is_read_again(tmp_path: Path) -> None:
     write_run(tmp_path, 300)
     run = RunReader(tmp_path)
     run.update()
@@ -251,7 +251,7 @@ def test_a_run_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     assert (run.steps.num_steps, run.incidents.count) == (20, 0)
 
 
-def test_a_run_that_was_resumed_counts_its_time_on(tmp_path: Path) -> None:
+def test_the_time_of_a_resumed_run_continues(tmp_path: Path) -> None:
     first = [to_json(make_step(step, time_seconds=float(step))) for step in range(100)]
     second = [to_json(make_step(80 + step, time_seconds=float(step))) for step in range(50)]
     (tmp_path / "steps.jsonl").write_text("\n".join([*first, *second]) + "\n")
@@ -264,7 +264,7 @@ def test_a_run_that_was_resumed_counts_its_time_on(tmp_path: Path) -> None:
     assert steps == sorted(steps)
 
 
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_that_leaves_the_folder_is_not_followed(tmp_path: Path) -> None:
     outside = write_lines(tmp_path / "outside" / "steps.jsonl", {"step": 0, "loss": 1.0})
     (tmp_path / "root" / "run").mkdir(parents=True)
     (tmp_path / "root" / "run" / "steps.jsonl").symlink_to(outside)
@@ -273,13 +273,13 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     assert RunReader(root / "run").read_all().steps.num_steps == 1
 
 
-def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "steps.jsonl")
     (tmp_path / "layers.jsonl").mkdir()
     assert RunReader(tmp_path).read_all().steps.num_steps == 0
 
 
-def test_reading_in_slices_gives_what_reading_at_once_gives(tmp_path: Path) -> None:
+def test_reading_in_slices_gives_the_same_as_reading_at_once(tmp_path: Path) -> None:
     write_run(tmp_path, 3000)
     whole, sliced = RunReader(tmp_path).read_all(), RunReader(tmp_path)
     rounds = 0
@@ -302,7 +302,7 @@ def test_a_bare_log_of_losses_is_a_run(tmp_path: Path) -> None:
     assert run.notes == []
 
 
-def test_a_loss_that_is_not_finite_is_counted_and_not_drawn(tmp_path: Path) -> None:
+def test_a_nonfinite_loss_is_counted_and_not_drawn(tmp_path: Path) -> None:
     rows = [
         {"step": 0, "loss": 1.0},
         {"step": 1, "loss": "nan"},
@@ -328,11 +328,11 @@ def test_a_loss_that_is_not_finite_is_counted_and_not_drawn(tmp_path: Path) -> N
         ([1], None),
     ],
 )
-def test_only_numbers_are_numbers(value: object, number: float | None) -> None:
+def test_only_numbers_are_read_as_numbers(value: object, number: float | None) -> None:
     assert as_number(value) == number
 
 
-def test_the_numbers_of_a_run_are_those_that_were_written(tmp_path: Path) -> None:
+def test_the_numbers_of_a_run_are_those_written(tmp_path: Path) -> None:
     run = RunReader(write_run(tmp_path)).read_all()
     assert (run.steps.num_steps, run.steps.num_skipped, run.steps.num_nonfinite) == (600, 1, 1)
     assert run.steps.worst_norm == (60.0, 120)
@@ -344,7 +344,7 @@ def test_the_numbers_of_a_run_are_those_that_were_written(tmp_path: Path) -> Non
 # --- layers -------------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_that_explodes_for_one_step_is_seen_in_a_long_run() -> None:
+def test_a_layer_that_explodes_for_one_step_is_visible_in_a_long_run() -> None:
     table = LayerMap(max_columns=20)
     for step in range(5000):
         table.add(step, ["a", "b"], [0.01, 1e4 if step == 3333 else 0.01])
@@ -354,7 +354,7 @@ def test_a_layer_that_explodes_for_one_step_is_seen_in_a_long_run() -> None:
     assert all(exponent == pytest.approx(-2.0) for exponent in rows["a"])
 
 
-def test_zero_and_not_finite_have_places_of_their_own() -> None:
+def test_zero_and_nonfinite_values_are_separate() -> None:
     table = LayerMap()
     table.add(0, ["zero", "bad", "late"], [0.0, math.nan, 1.0])
     table.add(1, ["zero", "bad", "late", "new"], [0.0, 1.0, 1.0, 100.0])
@@ -369,7 +369,7 @@ def test_zero_and_not_finite_have_places_of_their_own() -> None:
 @pytest.mark.parametrize(
     "name", [lambda i: f"blocks.{i // 10}.mlp.{i % 10}.weight", lambda i: f"w{i}", lambda i: f"a.b.c.d.{i}"]
 )
-def test_long_models_are_folded_and_no_parameter_is_lost(name: Callable[[int], str]) -> None:
+def test_large_models_are_folded_without_losing_a_parameter(name: Callable[[int], str]) -> None:
     names = [name(i) for i in range(1000)]
     folds = fold_names(names, 160)
     assert len(folds) <= 160
@@ -379,7 +379,7 @@ def test_long_models_are_folded_and_no_parameter_is_lost(name: Callable[[int], s
 # --- incidents and the verdict ------------------------------------------------------------------------------------
 
 
-def test_of_a_huge_list_all_are_counted_and_few_kept(tmp_path: Path) -> None:
+def test_a_huge_list_is_counted_and_few_items_are_kept(tmp_path: Path) -> None:
     line = to_json(make_incident(7)) + "\n"
     (tmp_path / "incidents.jsonl").write_text(line * 30_000, encoding="utf-8")
     run = RunReader(tmp_path).read_all()
@@ -388,7 +388,7 @@ def test_of_a_huge_list_all_are_counted_and_few_kept(tmp_path: Path) -> None:
     assert run.incidents.marks["skip"].hits() == [(7, 30_000)]
 
 
-def test_kinds_without_end_are_bounded(tmp_path: Path) -> None:
+def test_the_number_of_kinds_is_bounded(tmp_path: Path) -> None:
     lines = [to_json(make_incident(i, kind=f"kind{i}")) for i in range(5000)]
     (tmp_path / "incidents.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     run = RunReader(tmp_path).read_all()
@@ -417,12 +417,12 @@ def test_a_run_whose_loss_stays_nan_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(), (100,), (30, 100, 120)])
-def test_a_run_that_stays_nan_after_a_resume_is_lost_since_its_first_nan(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+def test_a_run_still_nan_after_a_resume_is_lost_from_its_first_nan(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     healthy = [make_step(step, loss=2.0) for step in range(100)]
     resumed = [make_step(step, loss=math.nan) for step in range(50, 90)]
     rows = [*healthy, *resumed]
     path, reader = tmp_path / "steps.jsonl", RunReader(write_lines(tmp_path / "steps.jsonl"))
-    for end in (*cuts, len(rows)):  # read as they were written, in one go or several
+    for end in (*cuts, len(rows)):  # read as written, at once or in parts
         write_lines(path, *rows[:end])
         reader.update()
 
@@ -433,13 +433,13 @@ def test_a_run_that_stays_nan_after_a_resume_is_lost_since_its_first_nan(tmp_pat
     assert "was 2 at step 99" in headline.text
 
 
-def test_the_window_after_a_rollback_is_not_a_lost_run(tmp_path: Path) -> None:
+def test_the_window_after_a_rollback_does_not_make_a_run_lost(tmp_path: Path) -> None:
     rows = [make_step(s, loss=None, grad_norm=0.0, skipped=True) if s >= 80 else make_step(s) for s in range(100)]
     headline = judge_run(RunReader(write_lines(tmp_path / "steps.jsonl", *rows)).read_all())
     assert headline.word == "Unwell"
 
 
-def test_a_run_that_was_halted_says_why(tmp_path: Path) -> None:
+def test_a_halted_run_says_why(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     directory.write_step(make_step(0))
     from steadygrad.facts import Action
@@ -454,7 +454,7 @@ def test_a_run_that_was_halted_says_why(tmp_path: Path) -> None:
 # --- finding runs -------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_found_in_folders_of_folders(tmp_path: Path) -> None:
+def test_runs_are_found_in_nested_folders(tmp_path: Path) -> None:
     for name in ("a", "b/c"):
         write_lines(tmp_path / name / "steps.jsonl", {"step": 0})
     (tmp_path / "empty").mkdir()
@@ -469,7 +469,7 @@ def test_the_guards_of_one_training_are_found_together(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "gan") == [tmp_path / "gan", tmp_path / "gan" / "guard-2"]
 
 
-def test_an_error_names_what_could_be_meant(tmp_path: Path) -> None:
+def test_an_error_suggests_what_was_meant(tmp_path: Path) -> None:
     write_lines(tmp_path / "first" / "steps.jsonl", {"step": 0})
     with pytest.raises(UsageError, match=r"It holds runs: .*first"):
         open_run(tmp_path)
@@ -512,10 +512,10 @@ def test_no_line_of_any_shape_breaks_a_report(
     assert "<!doctype html>" in render_report([RunReader(path).read_all()])
 
 
-# --- what a person reads out of it ----------------------------------------------------------------------------------
+# --- what a reader concludes ----------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_a_rollback_left_out_has_no_norm(tmp_path: Path) -> None:
+def test_a_batch_omitted_by_a_rollback_has_no_norm(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(10):
         left_out = step in (4, 5)
@@ -529,7 +529,7 @@ def test_a_batch_that_a_rollback_left_out_has_no_norm(tmp_path: Path) -> None:
     assert run.steps.num_skipped == 2
 
 
-def test_a_log_with_a_loss_that_is_no_number_is_not_healthy(tmp_path: Path) -> None:
+def test_a_log_with_a_loss_that_is_not_a_number_is_not_healthy(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text('{"loss": 3.0}\n{"loss": NaN}\n{"loss": 2.0}\n')
     headline = judge_run(RunReader(log).read_all())
@@ -538,7 +538,7 @@ def test_a_log_with_a_loss_that_is_no_number_is_not_healthy(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"root:x:0:0", b"\x89PNG\r\n", b"[1, 2]", b"\n\nstep,loss\n"])
-def test_a_file_that_is_no_log_is_refused_with_how_it_begins(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_log_is_refused_with_its_first_characters(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(UsageError, match="is not a file of JSON lines: it begins with"):
@@ -546,7 +546,7 @@ def test_a_file_that_is_no_log_is_refused_with_how_it_begins(tmp_path: Path, con
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b'{"loss": 1}\n', b'\xef\xbb\xbf{"loss": 1}\n'])
-def test_a_log_may_be_empty_or_begin_with_a_mark(tmp_path: Path, content: bytes) -> None:
+def test_a_log_may_be_empty_or_begin_with_a_byte_order_mark(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     open_run(path).read_all()

@@ -1,4 +1,4 @@
-"""The report: one file, everything in it, nothing of what a file says able to break out."""
+"""The report: one file with everything in it, in which no text of a run can break the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from steadygrad.view.render.report import name_apart, render_report, write_repor
 
 
 class Page(HTMLParser):
-    """What a browser would make of a document: its elements, and the text it shows."""
+    """A document as a browser sees it: its elements and its visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def read_numbers(page: Page) -> dict[str, object]:
 # --- escaping -----------------------------------------------------------------------------------------------------
 
 
-def test_plain_text_is_escaped_wherever_it_is_put() -> None:
+def test_plain_text_is_escaped_everywhere() -> None:
     assert tag("p", "<b>&", title='"<') == '<p title="&quot;&lt;">&lt;b&gt;&amp;</p>'
     assert join(["<", Html("<br>"), None]) == "&lt;<br>"
 
@@ -99,7 +99,7 @@ def test_html_in_names_messages_and_settings_stays_text(tmp_path: Path) -> None:
     assert numbers["runs"]["run0"]["norms"]["names"] == [HOSTILE]  # type: ignore[index]
 
 
-# --- what is in it ------------------------------------------------------------------------------------------------
+# --- its contents -------------------------------------------------------------------------------------------------
 
 
 def test_every_field_of_a_cause_is_shown(tmp_path: Path) -> None:
@@ -114,14 +114,14 @@ def test_every_field_of_a_cause_is_shown(tmp_path: Path) -> None:
     assert set(LABELS) | set(OWN_PLACE) | {"rank"} == set(Cause.__slots__)
 
 
-def test_a_field_that_this_version_does_not_know_is_shown(tmp_path: Path) -> None:
+def test_an_unknown_field_is_shown(tmp_path: Path) -> None:
     incident = json.loads(to_json(make_incident(3, cause=CAUSE)))
     incident["cause"]["weather_in_the_lab"] = "hail"
     (tmp_path / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
     assert "weather in the lab hail" in read_report(tmp_path).text
 
 
-def test_the_charts_have_the_run_in_them(tmp_path: Path) -> None:
+def test_the_charts_contain_the_run(tmp_path: Path) -> None:
     add_update_ratios(write_run(tmp_path))
     run = read_numbers(read_report(tmp_path))["runs"]["run0"]  # type: ignore[index]
     assert len(run["curves"]["loss"]["x"]) == 599
@@ -150,7 +150,7 @@ def test_several_runs_are_compared_and_their_settings_too(tmp_path: Path) -> Non
     assert list(read_numbers(page)["runs"]) == ["run0", "run1"]  # type: ignore[call-overload]
 
 
-def test_a_huge_incident_list_stays_small(tmp_path: Path) -> None:
+def test_a_huge_list_of_incidents_stays_small(tmp_path: Path) -> None:
     lines = "".join(to_json(make_incident(step, cause=CAUSE)) + "\n" for step in range(20_000))
     (tmp_path / "incidents.jsonl").write_text(lines)
     text = render_report([RunReader(tmp_path).read_all()])
@@ -169,7 +169,7 @@ def test_a_long_run_has_few_points(tmp_path: Path) -> None:
 # --- the file -----------------------------------------------------------------------------------------------------
 
 
-def test_the_document_lets_only_its_own_scripts_run_and_fetches_nothing(tmp_path: Path) -> None:
+def test_the_document_runs_only_its_own_scripts_and_fetches_nothing(tmp_path: Path) -> None:
     page = Page(render_report([RunReader(write_run(tmp_path, 30)).read_all()]))
     (policy,) = [a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy is not None
@@ -183,7 +183,7 @@ def test_the_document_lets_only_its_own_scripts_run_and_fetches_nothing(tmp_path
     assert links == []
 
 
-def test_the_command_writes_one_file_and_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_one_file_and_prints_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", 50)
     target = tmp_path / "out" / "report.html"
     target.parent.mkdir()
@@ -193,13 +193,13 @@ def test_the_command_writes_one_file_and_says_the_verdict(tmp_path: Path, capsys
     assert target.stat().st_size < 200_000
 
 
-def test_without_a_name_it_goes_into_the_run(tmp_path: Path) -> None:
+def test_without_a_name_the_report_is_written_into_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, 5)
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").is_file()
 
 
-def test_what_cannot_be_done_is_said_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_report_prints_an_error_and_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "nowhere"), "-o", str(tmp_path / "r.html")]) == 2
     assert "There is no" in capsys.readouterr().err
     with pytest.raises(UsageError, match="is a folder"):
@@ -209,7 +209,7 @@ def test_what_cannot_be_done_is_said_and_nothing_is_left(tmp_path: Path, capsys:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_folder_of_runs_stands_for_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_runs_gives_a_report_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b", "deep/c"):
         write_run(tmp_path / "runs" / name, 5)
     assert main(["report", str(tmp_path / "runs"), "-o", str(tmp_path / "all.html")]) == 0
@@ -217,7 +217,7 @@ def test_a_folder_of_runs_stands_for_all_of_them(tmp_path: Path, capsys: pytest.
     assert [line.split(":")[0] for line in out.splitlines()][:3] == ["a", "b", "c"]
 
 
-def test_of_very_many_runs_only_the_comparison_is_written(tmp_path: Path) -> None:
+def test_for_very_many_runs_only_the_comparison_is_written(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"run{i}", 300) for i in range(13)]
     write_report(runs, tmp_path / "all.html")
     page = Page((tmp_path / "all.html").read_text(encoding="utf-8"))
@@ -244,12 +244,12 @@ def test_the_command_sends_no_escape_sequence_of_a_run_to_the_terminal(
     assert "\x07" not in shown
 
 
-def test_a_report_is_a_page_and_nothing_else(tmp_path: Path) -> None:
+def test_a_report_is_a_complete_page(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"does not end in \.html"):
         write_report([write_run(tmp_path / "run", 5)], tmp_path / "report.pdf")
 
 
-def test_steps_that_were_not_replayed_are_told_with_the_ones_that_were(tmp_path: Path) -> None:
+def test_steps_that_were_not_replayed_are_listed_with_those_that_were(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     directory.write_step(make_step(0))
     for step in range(1, 40):
@@ -261,7 +261,7 @@ def test_steps_that_were_not_replayed_are_told_with_the_ones_that_were(tmp_path:
     assert "the loss is NaN" not in story
 
 
-def test_what_broke_stands_above_the_numbers_with_its_line_and_since_when_it_is_healthy(tmp_path: Path) -> None:
+def test_the_failure_is_above_the_numbers_with_its_line_and_the_recovery(tmp_path: Path) -> None:
     text = read_report(write_run(tmp_path)).text
     story = text[text.index("What broke") : text.index("largest norm")]
     assert "step 200 NaN gradient, born in the backward of aten.sqrt model.py:41 scale = x.var(dim=-1).sqrt()" in story
@@ -296,7 +296,7 @@ def test_reports_need_no_torch(tmp_path: Path) -> None:
         (["runs/a", "runs/a"], ["a", "a"]),
     ],
 )
-def test_runs_of_one_name_are_told_apart_by_their_folders(
+def test_runs_with_the_same_name_are_distinguished_by_their_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], names: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The live page's server: who is let in, what is never given out, and that it only reads. Real sockets throughout."""
+"""The live page's server: who gets access, what it never returns, that it only reads. All tests use real sockets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from steadygrad.view.serve.protect import is_loopback
 
 
 def ask(address: str, path: str, *, method: str = "GET", headers: dict[str, str] | None = None) -> Any:
-    """An answer, its body read; the path goes out as it is, dots and all."""
+    """Return a response and its body; the path is sent unchanged, including dots."""
     parts = urlsplit(address)
     with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)) as connection:
         connection.putrequest(method, path, skip_host="Host" in (headers or {}))
@@ -44,7 +44,7 @@ def ask(address: str, path: str, *, method: str = "GET", headers: dict[str, str]
 
 
 def read_events(address: str, path: str) -> Iterator[dict[str, Any]]:
-    """The events of a stream, as they come."""
+    """Yield the events of a stream."""
     parts = urlsplit(address)
     with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)) as connection:
         connection.request("GET", path)
@@ -89,7 +89,7 @@ def test_a_run_has_its_page_and_its_assets(address: str) -> None:
         assert (answer.status, answer.getheader("content-type").partition(";")[0]) == (200, kind)
 
 
-def test_new_steps_come_as_events_and_old_ones_do_not_come_again(root: Path, address: str) -> None:
+def test_new_steps_arrive_as_events_and_old_ones_are_not_repeated(root: Path, address: str) -> None:
     events = read_events(address, "/events/first")
     first = next(events)
     while first.get("chart:run0:last_step") != 119:
@@ -109,7 +109,7 @@ def test_new_steps_come_as_events_and_old_ones_do_not_come_again(root: Path, add
     assert "chart:run0:norms" not in later
 
 
-def test_a_long_run_is_shown_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_shown_before_it_is_fully_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = to_json(make_step(0)).removeprefix('{"step":0,')
     (tmp_path / "steps.jsonl").write_text("".join(f'{{"step":{step},{line}\n' for step in range(20_000)))
     monkeypatch.setattr(live, "SLICE_SECONDS", 1e-9)
@@ -140,7 +140,7 @@ def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
         assert "No runs in this folder yet." in ask(address, "/").text
 
 
-# --- what is never given out --------------------------------------------------------------------------------------
+# --- what is never returned ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
         "/runs/first/run.json",
     ],
 )
-def test_no_path_leads_out_of_the_folder(root: Path, address: str, path: str) -> None:
+def test_no_path_leaves_the_folder(root: Path, address: str, path: str) -> None:
     (root / "link").symlink_to(root.parent / "secret", target_is_directory=True)
     answer = ask(address, path)
     assert answer.status == 404
     assert "secret" not in answer.text
 
 
-def test_a_run_reached_by_its_absolute_path_is_not_there(root: Path) -> None:
+def test_a_run_cannot_be_requested_by_its_absolute_path(root: Path) -> None:
     runs = LiveRuns(root)
     assert runs.find(str(root.parent / "secret")) is None
     assert runs.find("first") is not None
@@ -178,12 +178,12 @@ def test_a_run_reached_by_its_absolute_path_is_not_there(root: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
-def test_there_is_no_way_to_write(address: str, method: str) -> None:
+def test_write_requests_are_refused(address: str, method: str) -> None:
     for path in ("/", "/runs/first", "/events/first", "/assets/page.js"):
         assert ask(address, path, method=method).status == 405
 
 
-def test_looking_changes_no_file(root: Path, address: str) -> None:
+def test_reading_changes_no_file(root: Path, address: str) -> None:
     def state() -> dict[str, tuple[int, bytes]]:
         files = [path for path in root.rglob("*") if path.is_file()]
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
@@ -195,7 +195,7 @@ def test_looking_changes_no_file(root: Path, address: str) -> None:
     assert state() == before
 
 
-def test_every_answer_keeps_the_browser_in_bounds(address: str) -> None:
+def test_every_response_restricts_the_browser(address: str) -> None:
     for path in ("/", "/runs/first", "/runs/nowhere", "/assets/page.js"):
         answer = ask(address, path)
         assert "default-src 'none'" in answer.getheader("content-security-policy")
@@ -205,10 +205,10 @@ def test_every_answer_keeps_the_browser_in_bounds(address: str) -> None:
         assert answer.getheader("access-control-allow-origin") is None
 
 
-# --- who is let in ------------------------------------------------------------------------------------------------
+# --- who gets access ----------------------------------------------------------------------------------------------
 
 
-def test_the_guards_of_one_training_stand_together_in_the_list(tmp_path: Path) -> None:
+def test_the_guards_of_one_training_are_together_in_the_list(tmp_path: Path) -> None:
     for age, name in enumerate(["gan", "between", "gan/guard-2"]):
         for file in write_run(tmp_path / name, 3).iterdir():
             if file.is_file():
@@ -232,11 +232,11 @@ def test_another_name_for_this_machine_is_refused(address: str, host: str) -> No
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8765", "[::1]:8765", "[::1]"])
-def test_its_own_names_are_let_in(address: str, host: str) -> None:
+def test_its_own_host_names_are_accepted(address: str, host: str) -> None:
     assert ask(address, "/", headers={"Host": host}).status == 200
 
 
-def test_bound_elsewhere_it_makes_a_token_and_asks_for_it(root: Path) -> None:
+def test_on_a_public_address_it_creates_and_requires_a_token(root: Path) -> None:
     server = PageServer(root, host="0.0.0.0", port=0)
     assert server.token is not None
     assert len(server.token) >= 24
@@ -244,7 +244,7 @@ def test_bound_elsewhere_it_makes_a_token_and_asks_for_it(root: Path) -> None:
     server.close()
 
 
-def test_without_the_token_nothing_is_answered(root: Path) -> None:
+def test_without_the_token_every_request_is_refused(root: Path) -> None:
     with serve_in_thread(root, token="right") as address:
         for path in ("/", "/runs/first", "/events/first", "/assets/page.js", "/?token=wrong", "/?token="):
             answer = ask(address, path)
@@ -263,13 +263,13 @@ def test_without_the_token_nothing_is_answered(root: Path) -> None:
         ("/runs/l%C3%B6ss", "/runs/l%C3%B6ss"),
     ],
 )
-def test_the_token_is_taken_away_and_the_address_stays(root: Path, path: str, location: str) -> None:
+def test_the_token_is_removed_from_the_address(root: Path, path: str, location: str) -> None:
     with serve_in_thread(root, token="right") as address:
         answer = ask(address, f"{path}?token=right")
     assert (answer.status, answer.headers["location"]) == (303, location)
 
 
-def test_the_token_is_taken_once_and_then_kept_in_a_cookie(root: Path) -> None:
+def test_the_token_is_accepted_once_and_then_kept_in_a_cookie(root: Path) -> None:
     with serve_in_thread(root, token="right") as address:
         first = ask(address, "/runs/first?token=right&a=b")
         assert (first.status, first.getheader("location")) == (303, "/runs/first?a=b")
@@ -283,18 +283,18 @@ def test_the_token_is_taken_once_and_then_kept_in_a_cookie(root: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "own"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("example", False)]
 )
-def test_only_loopback_is_this_machine(host: str, own: bool) -> None:
+def test_only_loopback_addresses_count_as_this_machine(host: str, own: bool) -> None:
     assert is_loopback(host) is own
 
 
-def test_a_taken_port_and_a_missing_folder_are_said(root: Path) -> None:
+def test_a_used_port_and_a_missing_folder_are_reported(root: Path) -> None:
     with serve_in_thread(root) as address, pytest.raises(UsageError, match="Choose another --port"):
         PageServer(root, port=urlsplit(address).port or 0)
     with pytest.raises(UsageError, match="There is no folder"):
         PageServer(root / "nowhere")
 
 
-def test_the_command_prints_its_address_and_ends_well_on_ctrl_c(root: Path) -> None:
+def test_the_command_prints_its_address_and_exits_cleanly_on_ctrl_c(root: Path) -> None:
     command = [sys.executable, "-m", "steadygrad", "view", str(root), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -308,9 +308,9 @@ def test_the_command_prints_its_address_and_ends_well_on_ctrl_c(root: Path) -> N
         stream.close()
 
 
-def test_a_page_that_does_not_take_what_is_sent_is_cut_off_without_a_word(tmp_path: Path) -> None:
+def test_a_page_that_does_not_read_is_disconnected_silently(tmp_path: Path) -> None:
     for number in range(2000):
-        folder = tmp_path / f"{number:04}-{'x' * 150}"  # together longer than what the sockets hold
+        folder = tmp_path / f"{number:04}-{'x' * 150}"  # together larger than the socket buffers
         folder.mkdir()
         (folder / "run.json").write_text("{}")
         (folder / "steps.jsonl").touch()
@@ -325,7 +325,7 @@ def test_a_page_that_does_not_take_what_is_sent_is_cut_off_without_a_word(tmp_pa
             page.connect((host, port))
             page.sendall(f"GET /events HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
             taken = 0
-            while taken < 4096:  # the rest of the list waits to be taken
+            while taken < 4096:  # the rest of the list is waiting
                 taken += len(page.recv(64))
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=300)

@@ -1,4 +1,4 @@
-"""Whether a run goes on, and how it ended: read from its record alone, with real processes that end in every way."""
+"""Whether a run is still going, and how it ended: read from the record alone, with real processes and every ending."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("ready", flush=True)
 
 
 def start(path: Path, end: str) -> subprocess.Popen[str]:
-    """A training in a process of its own that has written thirty steps."""
+    """Start a training in another process that has written thirty steps."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(end=end), str(path)],
         stdout=subprocess.PIPE,
@@ -61,7 +61,7 @@ def read(path: Path) -> RunReader:
     return RunReader(path).read_all()
 
 
-def test_a_training_runs_until_it_is_killed_and_is_healthy_at_no_time(tmp_path: Path) -> None:
+def test_a_training_is_running_until_it_is_killed_and_never_healthy(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "time.sleep(600)")
     try:
         assert read(tmp_path / "run").state is State.RUNNING
@@ -76,7 +76,7 @@ def test_a_training_runs_until_it_is_killed_and_is_healthy_at_no_time(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("end", "state", "told"),
+    ("end", "state", "expected"),
     [
         ("close()", State.FINISHED, "Healthy."),
         ("try: raise ValueError('no data')\nexcept ValueError: close()", State.FAILED, "ValueError: no data"),
@@ -91,12 +91,12 @@ def test_a_training_runs_until_it_is_killed_and_is_healthy_at_no_time(tmp_path: 
     ],
     ids=["by itself", "error", "error at exit", "Ctrl-C", "halt"],
 )
-def test_how_a_training_ended_is_in_its_record(tmp_path: Path, end: str, state: State, told: str) -> None:
+def test_the_record_contains_how_a_training_ended(tmp_path: Path, end: str, state: State, expected: str) -> None:
     start(tmp_path, end).wait()
     run = read(tmp_path)
     headline = judge_run(run)
     assert run.state is state
-    assert told in f"{headline.word}. {headline.text}"
+    assert expected in f"{headline.word}. {headline.text}"
     assert json.loads((tmp_path / "run.json").read_text())["ended"]["how"] == state
 
 
@@ -116,7 +116,7 @@ def test_a_live_process_that_writes_nothing_is_stalled(tmp_path: Path) -> None:
     assert read(tmp_path).state is State.FINISHED
 
 
-def test_slow_steps_make_no_stall(tmp_path: Path) -> None:
+def test_slow_steps_are_not_a_stall(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     directory = open_directory(tmp_path)
     for step in range(3):
@@ -130,7 +130,7 @@ def test_slow_steps_make_no_stall(tmp_path: Path) -> None:
     folder.release()
 
 
-def test_a_resumed_run_is_as_its_last_start_is(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_state_of_its_last_start(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
     folder = RunFolder(tmp_path)
     directory = open_directory(tmp_path)
@@ -140,7 +140,7 @@ def test_a_resumed_run_is_as_its_last_start_is(tmp_path: Path) -> None:
     assert read(tmp_path).state is State.FINISHED
 
 
-def test_a_run_that_went_on_after_a_halt_is_not_halted(tmp_path: Path) -> None:
+def test_a_run_that_continued_after_a_halt_is_not_halted(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     directory.write_incident(make_incident(3, action=Action.HALT))
     for step in range(4):
@@ -154,13 +154,13 @@ def test_a_run_that_went_on_after_a_halt_is_not_halted(tmp_path: Path) -> None:
     assert read(tmp_path).state is State.FINISHED
 
 
-def test_a_record_without_a_word_about_it_is_in_no_known_state(tmp_path: Path) -> None:
+def test_a_record_without_a_state_has_an_unknown_state(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text('{"loss": 1.0}\n')
     assert read(tmp_path).state is State.UNKNOWN
     assert RunReader(tmp_path / "steps.jsonl").read_all().state is State.UNKNOWN
 
 
-def test_the_page_says_the_state_and_when_something_was_last_written(tmp_path: Path) -> None:
+def test_the_page_shows_the_state_and_the_time_of_the_last_write(tmp_path: Path) -> None:
     write_run(tmp_path, 20)
     os.utime(tmp_path / "steps.jsonl", (1_700_000_000, 1_700_000_000))
     for name in ("layers.jsonl", "incidents.jsonl"):
@@ -192,7 +192,9 @@ def test_the_runs_of_a_folder_are_listed(tmp_path: Path, capsys: pytest.CaptureF
     ]
 
 
-def test_a_folder_without_runs_and_no_folder_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_and_a_missing_folder_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["ls", str(tmp_path)]) == 0
     assert "No runs in" in capsys.readouterr().out
     assert main(["ls", str(tmp_path / "nowhere")]) == 2

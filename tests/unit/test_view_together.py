@@ -1,4 +1,4 @@
-"""Large files read in parts by several processes: the same as read alone, to the last number."""
+"""Large files read in parts by several processes give exactly the same as when read by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(path: Path, monkeypatch: pytest.MonkeyPatch, *, worth_bytes: int) -> Ru
 
 
 def write_hard_run(path: Path) -> None:
-    """Resumed twice, a jump of the rate, numbers of the program, a NaN end, layers under changing names."""
+    """Resumed twice, with a jump of the rate, custom numbers, a NaN end, and layers under changing names."""
     run = open_directory(path)
     for start, end in ((0, 150), (120, 260), (260, 400)):
         for step in range(start, end):
@@ -48,7 +48,9 @@ def write_hard_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["everything", "hard", "torn", "corrupt"])
-def test_parts_joined_are_the_run_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_joined_parts_equal_the_run_read_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     if kind == "hard":
         write_hard_run(tmp_path)
     else:
@@ -76,7 +78,7 @@ def test_parts_joined_are_the_run_read_alone(tmp_path: Path, monkeypatch: pytest
     assert joined.progress == 1
 
 
-def test_a_file_is_cut_between_lines_and_each_line_is_in_one_part(tmp_path: Path) -> None:
+def test_a_file_is_split_between_lines_and_each_line_is_in_one_part(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     lines = [f'{{"step":{i},"pad":"{"x" * (i * 7 % 90)}"}}\n' for i in range(500)]
     path.write_text("".join(lines) + '{"step":500')
@@ -87,9 +89,7 @@ def test_a_file_is_cut_between_lines_and_each_line_is_in_one_part(tmp_path: Path
     assert all(whole[part.start : part.start + 1] == b"{" for part in parts)
 
 
-def test_where_no_process_can_be_started_the_files_are_read_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_other_processes_the_files_are_read_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, 50)
     monkeypatch.setattr(together.sys, "executable", str(tmp_path / "no-python"))
     assert read(tmp_path, monkeypatch, worth_bytes=1).steps.num_steps == 50
@@ -101,7 +101,7 @@ def test_modules_in_the_current_directory_are_not_run(tmp_path: Path, monkeypatc
     here.mkdir()
     (here / "json.py").write_text(f"open({str(trace)!r}, 'w'); from this_is_not_json import *")
     monkeypatch.chdir(here)
-    monkeypatch.setattr(sys, "path", [".", *sys.path])  # as a program may have it that was started elsewhere
+    monkeypatch.setattr(sys, "path", [".", *sys.path])  # like a program that was started elsewhere
     monkeypatch.setattr(together, "WORTH_BYTES", 1)
 
     found = together.read_together([tmp_path / "run" / "steps.jsonl"], 100)

@@ -1,4 +1,4 @@
-"""`steadygrad watch`, driven through tmux as a person would: it shows the run, follows it, and leaves on q."""
+"""`steadygrad watch`, driven through tmux like a user: it shows the run, follows it, and quits on q."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux on
 
 
 class Pane:
-    """A terminal of 120 by 40 with one program in it, on a tmux server of its own."""
+    """A terminal of 120 by 40 that runs one program, on a separate tmux server."""
 
     def __init__(self, command: str) -> None:
-        self._folder = tempfile.TemporaryDirectory()  # short: a socket's path may have a hundred characters
-        script = f"trap : INT; {command}; echo left with $?; cat"  # what the program left is still there to be read
+        self._folder = (
+            tempfile.TemporaryDirectory()
+        )  # short, since the path of a socket is limited to about a hundred characters
+        script = f"trap : INT; {command}; echo left with $?; cat"  # its last output can still be read
         self._tmux("-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "40", script, check=True)
 
     def _tmux(self, *arguments: str, check: bool = False) -> str:
@@ -52,7 +54,7 @@ class Pane:
 
 
 def wait_until(holds: Callable[[], bool], pane: Pane) -> None:
-    """Look until it holds; what the screen shows is the failure's message."""
+    """Wait until it holds; the failure message shows the screen."""
     pause = threading.Event()
     deadline = time.monotonic() + 120
     while not holds():
@@ -69,10 +71,10 @@ def pane(tmp_path: Path) -> Iterator[Pane]:
 
 
 @needs_tmux
-def test_watch_shows_a_run_follows_it_and_leaves_on_q(tmp_path: Path, pane: Pane) -> None:
+def test_watch_shows_a_run_follows_it_and_quits_on_q(tmp_path: Path, pane: Pane) -> None:
     wait_until(lambda: "Survived." in pane.screen and "blocks.3.mlp.weight" in pane.screen, pane)
     screen = pane.screen
-    assert "╮╭─ incidents" in screen, "the two tables stand side by side in a pane of 120 columns"
+    assert "╮╭─ incidents" in screen, "the two tables are side by side in a pane of 120 columns"
     assert "steps 450" in screen
     assert "█" in screen
     assert "nonfinite_loss" in screen
@@ -93,7 +95,7 @@ def test_watch_shows_a_run_follows_it_and_leaves_on_q(tmp_path: Path, pane: Pane
 
 
 @needs_tmux
-def test_ctrl_c_is_a_way_to_leave_too(pane: Pane) -> None:
+def test_ctrl_c_quits_too(pane: Pane) -> None:
     wait_until(lambda: "Survived." in pane.screen, pane)
     pane.press("C-c")
     wait_until(lambda: "left with 0" in pane.screen, pane)
@@ -101,7 +103,7 @@ def test_ctrl_c_is_a_way_to_leave_too(pane: Pane) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (120, 40), (60, 24)])
-def test_a_screen_fits_its_terminal_and_what_was_done_is_not_cut_off(tmp_path: Path, width: int, height: int) -> None:
+def test_a_screen_fits_its_terminal_and_actions_are_not_cut_off(tmp_path: Path, width: int, height: int) -> None:
     write_run(tmp_path, 450)
     run = open_run(tmp_path).read_all()
     console = Console(width=width, height=height, file=io.StringIO(), record=True)
@@ -109,12 +111,12 @@ def test_a_screen_fits_its_terminal_and_what_was_done_is_not_cut_off(tmp_path: P
     lines = console.export_text().rstrip("\n").split("\n")
     assert len(lines) <= height
     assert all(len(line) <= width for line in lines)
-    assert lines[-1].startswith("╰")  # the last frame is closed
+    assert lines[-1].startswith("╰")  # the last frame is complete
     assert any("loss_divergence  rolled back" in line for line in lines)
     assert not any(line.rstrip(" │").endswith(("largest norm", "at", "skipped", "clipped")) for line in lines[4:8])
 
 
-def test_sixty_columns_show_the_last_incident_with_its_line_and_cut_off_no_title(tmp_path: Path) -> None:
+def test_sixty_columns_show_the_last_incident_with_its_line_and_complete_titles(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(60):
         directory.write_step(make_step(step, loss=0.00123456 + step * 1e-6, grad_norm=0.0189123 + step))
@@ -129,7 +131,7 @@ def test_sixty_columns_show_the_last_incident_with_its_line_and_cut_off_no_title
     assert "nonfinite_loss  skipped " in text
 
 
-def test_a_loss_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
+def test_a_loss_jump_does_not_flatten_the_rest(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(60):
         directory.write_step(make_step(step, loss=900.0 if step == 40 else 2.0 - step / 60))
@@ -152,7 +154,7 @@ def test_without_a_terminal_it_prints_one_screen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["empty", "torn"])
-def test_a_run_with_nothing_to_show_is_shown(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_run_is_shown(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     open_directory(tmp_path).close()
     if name == "torn":
         (tmp_path / "steps.jsonl").write_text('{"step":')
@@ -160,7 +162,7 @@ def test_a_run_with_nothing_to_show_is_shown(tmp_path: Path, name: str, capsys: 
     assert "Empty." in capsys.readouterr().out
 
 
-def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, 12, names=["\x1b[31mred", "[bold]w"])
     assert main(["watch", str(tmp_path), "--once"]) == 0
     shown = capsys.readouterr().out
@@ -168,6 +170,6 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureF
     assert "[bold]w" in shown
 
 
-def test_no_run_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_run_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path / "nowhere")]) == 2
     assert "There is no" in capsys.readouterr().err

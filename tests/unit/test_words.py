@@ -1,4 +1,4 @@
-"""Numbers and counts as messages and views spell them."""
+"""How messages and views spell numbers and counts."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def test_a_count_agrees_with_its_noun(count: int, spelled: str) -> None:
     assert spell_count(count, "step") == spelled
 
 
-def test_a_share_that_is_something_is_never_nothing() -> None:
+def test_a_nonzero_share_is_never_shown_as_zero() -> None:
     assert [spell_share(part, 100_000) for part in (0, 1, 50_000)] == ["0 %", "<0.1 %", "50 %"]

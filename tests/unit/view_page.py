@@ -1,5 +1,7 @@
-"""A page -> the tree that a browser makes of it, so that tests say what a reader sees. A page that is not well nested
-fails here."""
+"""Parses a page into the tree that a browser makes of it, so that tests check what a reader sees.
+
+A page that is not well nested fails here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class _Parser(HTMLParser):
 
 
 def parse_page(html: str) -> Element:
-    """The element `html` of a document."""
+    """Return the element `html` of a document."""
     parser = _Parser()
     parser.feed(html)
     parser.close()
@@ -41,32 +43,32 @@ def parse_page(html: str) -> Element:
 
 
 def read_report(*runs: Path) -> Element:
-    """The report of some run directories."""
+    """Return the report of some run directories."""
     return parse_page(render_report([open_run(run).read_all() for run in runs]))
 
 
 def read_text(element: Element | None) -> str:
-    """What is seen of an element, or nothing where there is none."""
+    """Return the visible text of an element, or nothing if it is missing."""
     return "" if element is None else " ".join(" ".join(element.itertext()).split())
 
 
 def list_texts(element: Element, path: str) -> list[str]:
-    """The text of each element at a path, in the order of the page."""
+    """Return the text of each element at a path, in page order."""
     return [read_text(one) for one in element.findall(path)]
 
 
 def read_pairs(element: Element, path: str = "dl") -> list[tuple[str, str]]:
-    """Name and value of each line of the lists at a path."""
+    """Return name and value of each line of the lists at a path."""
     return list(zip(list_texts(element, f"{path}/div/dt"), list_texts(element, f"{path}/div/dd"), strict=True))
 
 
 def read_table(page: Element, corner: str) -> list[list[str]]:
-    """The rows below the header of the table whose first column is called so."""
+    """Return the rows of the table whose first column has this title."""
     (table,) = (one for one in page.iter("table") if read_text(one.find("thead/tr/th")) == corner)
     return [[read_text(cell) for cell in row] for row in table.findall("tbody/tr")]
 
 
 def read_drawn(page: Element, run: str = "run0") -> dict[str, Any]:
-    """The numbers that the page's script draws of a run."""
+    """Return the numbers that the page's script draws of a run."""
     (data,) = page.findall(".//script[@id='data']")
     return json.loads(data.text or "")["runs"][run]  # type: ignore[no-any-return]

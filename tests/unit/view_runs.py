@@ -1,4 +1,4 @@
-"""Runs to look at: written by the recorder itself, so that views are tested on what trainings write."""
+"""Runs for the views, written by the recorder itself, so that views are tested on real records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_step(step: int, **changes: Any) -> StepRecord:
 
 
 def make_gradients(step: int, *, names: list[str] = NAMES, bad: str | None = None) -> GradientTable:
-    """Norms that fall off towards the input; from step 300 on the first block vanishes."""
+    """Norms that shrink towards the input; the first block vanishes from step 300 on."""
     noise = random.Random(-step)
     cells: list[float] = []
     for i, name in enumerate(names):
@@ -105,7 +105,7 @@ CAUSE = Cause(
 
 
 def write_run(path: Path, num_steps: int = 600, *, names: list[str] = NAMES, calm: bool = False) -> Path:
-    """A run with everything in it, or a calm one: a NaN step, spikes, a vanishing block, a lower rate, a rollback."""
+    """Write a run with everything in it (NaN step, spikes, vanishing block, lower rate, rollback) or a quiet one."""
     run = open_directory(path, names=names)
     for step in range(num_steps):
         if not calm and step == 200:
@@ -153,7 +153,7 @@ def write_run(path: Path, num_steps: int = 600, *, names: list[str] = NAMES, cal
 
 
 def add_update_ratios(path: Path) -> None:
-    """What a recorder that measures them writes beside the gradients."""
+    """Add what a recorder with ratios writes next to the gradients."""
     lines = [json.loads(line) for line in (path / "layers.jsonl").read_text(encoding="utf-8").splitlines()]
     for line in lines:
         noise = random.Random(line["step"])

@@ -1,4 +1,4 @@
-"""The entries of the library -> the tables of docs/explanations.md; run it to write them there."""
+"""Renders the entries of the library as the tables of docs/explanations.md; run it to update them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from steadygrad.diagnose.explanations.library import FAMILIES
 PAGE = Path(__file__).parents[2] / "docs" / "explanations.md"
 PHASES = {FORWARD: "forward", BACKWARD: "backward", STEP: "forward, backward"}
 SHOWN = 4
-"""Ops in a cell; the rest are counted."""
+"""Ops per cell; the rest are counted."""
 
 
 def render_catalogue() -> str:
-    """A heading and a table for each family."""
+    """Return a heading and a table for each family."""
     return "\n".join(render_family(family) for family in FAMILIES)
 
 
@@ -28,7 +28,7 @@ def render_family(family: object) -> str:
 
 
 def render_entry(entry: Entry) -> str:
-    why = entry.why.replace("*", r"\*")  # two of them make text bold
+    why = entry.why.replace("*", r"\*")  # two of them would make text bold
     fixes = "<br>".join(f"`{fix}`" for fix in entry.fixes)
     return f"| {entry.name} | {render_ops(entry)} | {why} | {fixes} |"
 

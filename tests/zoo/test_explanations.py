@@ -1,6 +1,6 @@
 """The library of explanations: each failure really fails, each fix really cures it, and the right entry is chosen.
 
-Fixes are run as they are printed. Nothing here is mocked: plain torch fails, plain torch with the fix does not.
+Fixes are run as printed. Nothing is mocked: plain torch fails, plain torch with the fix does not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ fixes = pytest.mark.parametrize(("name", "fix"), FIXES)
 # --- the fixes --------------------------------------------------------------------------------------------------------
 
 
-def test_every_entry_has_a_cure_and_no_cure_is_left_over() -> None:
+def test_every_entry_has_a_cure_and_every_cure_an_entry() -> None:
     assert set(CURES) == set(BY_NAME)
 
 
@@ -71,7 +71,7 @@ def test_a_fix_cures(name: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "fix"), [(name, fix) for name, fix in FIXES if CURES[name].healthy is not None])
-def test_a_fix_leaves_healthy_values_alone_or_says_that_it_does_not(name: str, fix: str) -> None:
+def test_a_fix_keeps_healthy_values_or_says_that_it_does_not(name: str, fix: str) -> None:
     cure = CURES[name]
     before, slopes_before = cure.measure(cure.broken, healthy=True)
     after, slopes_after = cure.measure(fix, healthy=True)
@@ -85,15 +85,15 @@ def test_a_fix_leaves_healthy_values_alone_or_says_that_it_does_not(name: str, f
         assert agree(slopes_before, slopes_after, 10 * cure.tolerance)
 
 
-def test_what_differs_is_a_fix_of_its_entry() -> None:
+def test_each_difference_belongs_to_a_fix_of_its_entry() -> None:
     stale = [(name, fix) for name, cure in CURES.items() for fix in cure.differs if fix not in BY_NAME[name].fixes]
     assert not stale
 
 
 @fixes
-def test_a_fix_is_an_expression_over_names_that_exist(name: str, fix: str) -> None:
+def test_a_fix_is_an_expression_over_existing_names(name: str, fix: str) -> None:
     compile(fix, "<fix>", "eval")
-    assert " | " not in fix  # fixes are shown with bars between them
+    assert " | " not in fix  # fixes are shown separated by bars
     for mentioned in re.findall(r"steadygrad((?:\.\w+)+)", fix):
         functools.reduce(getattr, mentioned[1:].split("."), steadygrad)
 
@@ -103,7 +103,7 @@ def is_finite(tensors: list[Tensor]) -> bool:
 
 
 def agree(some: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
-    """Whether they are equal within `tolerance`, whatever their dtypes."""
+    """Return whether they are equal within `tolerance`, in any dtypes."""
     if len(some) != len(others) or any(a.shape != b.shape for a, b in zip(some, others)):
         return False
     wide = [(a.to(torch.complex128), b.to(torch.complex128)) for a, b in zip(some, others)]
@@ -130,11 +130,11 @@ UNSEEN = {
         operands=(Operand(name="self", source="0.5 * logvar", dtype="float32", shape=(2,)),),
     ),
 }
-"""What `diagnose` cannot be shown, as the situations that the entries are about."""
+"""Situations of the entries that cannot be a step for `diagnose`."""
 
 
 @failures
-def test_diagnose_gives_the_entry_that_is_meant(name: str, broken: str) -> None:
+def test_diagnose_gives_the_expected_entry(name: str, broken: str) -> None:
     cure = CURES[name]
     if cure.unseen:
         assert explain(UNSEEN[name]).name == name
@@ -145,26 +145,26 @@ def test_diagnose_gives_the_entry_that_is_meant(name: str, broken: str) -> None:
     assert cause is not None
     assert cause.explanation.startswith(BY_NAME[name].why), (cause.op, cause.phase, cause.kind, cause.explanation)
     assert len(cause.fixes) == len(BY_NAME[name].fixes)
-    assert all(is_renamed(meant, told) for meant, told in zip(BY_NAME[name].fixes, cause.fixes))
+    assert all(is_renamed(meant, chosen) for meant, chosen in zip(BY_NAME[name].fixes, cause.fixes))
 
 
-def is_renamed(meant: str, told: str) -> bool:
-    """Whether a fix is the one that is meant, with other expressions where that has x, y or z."""
-    if meant == told:
+def is_renamed(meant: str, chosen: str) -> bool:
+    """Return whether a fix is the expected one, with other expressions in place of x, y or z."""
+    if meant == chosen:
         return True
-    return _fits(ast.parse(meant, mode="eval").body, ast.parse(told, mode="eval").body)
+    return _fits(ast.parse(meant, mode="eval").body, ast.parse(chosen, mode="eval").body)
 
 
-def _fits(meant: object, told: object) -> bool:
+def _fits(meant: object, chosen: object) -> bool:
     if isinstance(meant, ast.Name) and meant.id in ("x", "y", "z"):
-        return isinstance(told, ast.expr)
+        return isinstance(chosen, ast.expr)
     if isinstance(meant, ast.AST):
-        return type(meant) is type(told) and all(
-            _fits(getattr(meant, name), getattr(told, name)) for name in meant._fields
+        return type(meant) is type(chosen) and all(
+            _fits(getattr(meant, name), getattr(chosen, name)) for name in meant._fields
         )
     if isinstance(meant, list):
-        return isinstance(told, list) and len(meant) == len(told) and all(map(_fits, meant, told))
-    return meant == told
+        return isinstance(chosen, list) and len(meant) == len(chosen) and all(map(_fits, meant, chosen))
+    return meant == chosen
 
 
 def ask_step(cure: Cure, broken: str) -> Cause | None:
@@ -177,7 +177,7 @@ def ask_step(cure: Cure, broken: str) -> Cause | None:
 
 
 def ask_optimizer(cure: Cure, broken: str) -> Cause | None:
-    """A model of one weight, whose gradient is the one that the cure asks for."""
+    """Return a model with one weight, whose gradient is the one that the cure needs."""
     model = nn.ParameterList([nn.Parameter(cure.sick["start"])])
     optimizer = eval(broken, {**TOOLS, "params": list(model.parameters())})
 
@@ -187,7 +187,7 @@ def ask_optimizer(cure: Cure, broken: str) -> Cause | None:
     return diagnose(step, model, model=model, optimizer=optimizer)
 
 
-def test_every_entry_that_diagnose_cannot_be_shown_is_asked_for_by_hand() -> None:
+def test_every_entry_that_cannot_be_a_step_is_tested_as_a_situation() -> None:
     assert set(UNSEEN) == {name for name, cure in CURES.items() if cure.unseen}
 
 
@@ -205,16 +205,16 @@ def test_a_log_variance_is_known_by_its_name() -> None:
     assert cause.fixes[0] == "torch.exp((0.5 * logvar).clamp(-15.0, 10.0))"
 
 
-def test_the_text_tells_the_numbers() -> None:
+def test_the_text_contains_the_numbers() -> None:
     var = Operand(name="self", source="var", dtype="float32", shape=(64, 64), minimum=0.0, maximum=3.1, num_zeros=17)
 
-    told = explain(Situation(op="aten.sqrt", phase="backward", kind="inf", operands=(var,)))
+    chosen = explain(Situation(op="aten.sqrt", phase="backward", kind="inf", operands=(var,)))
 
-    assert told.name == "sqrt_at_zero"
-    assert told.text == (
+    assert chosen.name == "sqrt_at_zero"
+    assert chosen.text == (
         "the derivative of sqrt is infinite at 0; 0 * inf then gives NaN (17 of 4096 elements of var are 0)"
     )
-    assert "steadygrad.losses.safe_sqrt(x)" in told.fixes
+    assert "steadygrad.losses.safe_sqrt(x)" in chosen.fixes
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_the_text_tells_the_numbers() -> None:
         (lambda layer, x: layer(x).std(0) / (x * 0).sum(0)[:3], "division_by_empty_sum"),
     ],
 )
-def test_what_made_the_dividend_is_not_the_reason_for_a_division_by_zero(
+def test_the_dividend_is_not_blamed_for_a_division_by_zero(
     step: Callable[[nn.Module, Tensor], Tensor], name: str
 ) -> None:
     layer = nn.Linear(4, 3)
@@ -240,13 +240,13 @@ def test_what_made_the_dividend_is_not_the_reason_for_a_division_by_zero(
 
 
 def test_without_numbers_the_op_is_still_explained() -> None:
-    told = explain(Situation(op="aten.log", phase="forward", kind="inf"))
+    chosen = explain(Situation(op="aten.log", phase="forward", kind="inf"))
 
-    assert told.name == "log_of_zero"
-    assert "(" not in told.text.removeprefix("log(0)")
+    assert chosen.name == "log_of_zero"
+    assert "(" not in chosen.text.removeprefix("log(0)")
 
 
-def test_numbers_that_refute_an_entry_rule_it_out() -> None:
+def test_numbers_can_rule_out_an_entry() -> None:
     tiny = Operand(name="other", dtype="float32", shape=(2,), minimum=1e-30, maximum=2.0)
     one = Operand(name="self", dtype="float32", shape=(2,), minimum=1.0, maximum=2.0)
 
@@ -277,7 +277,7 @@ def test_more_evidence_gives_the_more_specific_entry() -> None:
         ("", ""),
     ],
 )
-def test_an_op_is_known_by_its_plain_name(op: str, name: str) -> None:
+def test_an_op_is_found_by_its_plain_name(op: str, name: str) -> None:
     assert plain_name(op) == name
 
 
@@ -312,29 +312,29 @@ situations = st.builds(
 
 
 @given(situations)
-def test_there_is_always_an_answer(situation: Situation) -> None:
-    told = explain(situation)
+def test_there_is_always_an_explanation(situation: Situation) -> None:
+    chosen = explain(situation)
 
-    assert told.text
-    assert told.fixes
+    assert chosen.text
+    assert chosen.fixes
 
 
 # --- the library as a whole -------------------------------------------------------------------------------------------
 
 
-def test_sixty_ops_and_situations_and_more_are_known() -> None:
+def test_the_library_has_at_least_sixty_ops_and_situations() -> None:
     assert len(BY_NAME) == len(ENTRIES) >= 60
     assert len({op for entry in ENTRIES for op in entry.ops}) >= 60
 
 
 @entries
-def test_an_entry_has_two_to_four_fixes_and_a_reason_that_fits_a_table(name: str) -> None:
+def test_an_entry_has_two_to_four_fixes_and_a_reason_that_fits_a_table_cell(name: str) -> None:
     entry = BY_NAME[name]
     assert 2 <= len(entry.fixes) <= 4
     assert len(set(entry.fixes)) == len(entry.fixes)
     assert "|" not in entry.why
     assert not entry.why.endswith(".")
-    assert not re.search(r"\s\([^()]*\)$", entry.why)  # the numbers follow in brackets
+    assert not re.search(r"\s\([^()]*\)$", entry.why)  # numbers follow in brackets
 
 
 def test_the_page_shows_the_library() -> None:

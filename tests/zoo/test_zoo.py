@@ -1,4 +1,4 @@
-"""Every case of the zoo through `diagnose`: kind, phase, op, module and line are right, and controls raise no alarm."""
+"""Every case of the zoo in `diagnose`: kind, phase, op, module and line are correct, and controls raise no alarm."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zoo_case import CASES, Case
 from steadygrad.diagnose import diagnose
 
 BROKEN = [case for case in CASES.values() if case.kinds]
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of some of these itself
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch itself warns about some of these
 CONTROLS = [case for case in CASES.values() if case.is_healthy]
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
-def test_the_culprit_is_named(case: Case) -> None:
+def test_the_cause_is_named(case: Case) -> None:
     training = case.build()
     for batch in training.batches[: case.step]:
         training.step(batch)

@@ -1,4 +1,4 @@
-"""Every case of the zoo through a Guard: a finding of a fitting kind at the step where it breaks, none on controls."""
+"""Every case of the zoo on a Guard: a finding of a matching kind at the failing step, and none on controls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from steadygrad import FixedNorm, Guard, GuardConfig, Severity, TrainingHalted
 
 GUARDED = [case for case in CASES.values() if case.guarded]
 NAMED = [case for case in GUARDED if {"nan", "inf"} & set(case.kinds) and case.phase != "optimizer"]
-"""A value that the optimizer itself makes is seen one step later, in the weights."""
+"""A bad value made by the optimizer itself is noticed one step later, in the weights."""
 CONTROLS = [case for case in CASES.values() if case.is_healthy]
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of some of these itself
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch itself warns about some of these
 
 
 @functools.cache
@@ -33,15 +33,15 @@ def train(name: str) -> Guard:
         scheduler=training.scheduler,
         config=GuardConfig(clip=clip),
     )
-    with contextlib.suppress(TrainingHalted):  # a weight that cannot be healed ends the run
+    with contextlib.suppress(TrainingHalted):  # an unrecoverable weight ends the run
         for batch in training.batches:
             training.guarded_step(guard, batch)
-        guard.close()  # a suspicion that is still open is reported then
+        guard.close()  # an open suspicion is reported then
     return guard
 
 
 @pytest.mark.parametrize("case", GUARDED, ids=lambda case: case.name)
-def test_a_guard_finds_it_at_its_step(case: Case) -> None:
+def test_a_guard_finds_the_fault_at_its_step(case: Case) -> None:
     guard = train(case.name)
 
     fitting = [one.step for one in guard.findings if one.kind in case.guarded]
@@ -49,7 +49,7 @@ def test_a_guard_finds_it_at_its_step(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", NAMED, ids=lambda case: case.name)
-def test_the_incident_names_the_culprit(case: Case) -> None:
+def test_the_incident_names_the_cause(case: Case) -> None:
     guard = train(case.name)
 
     causes = [one.cause for one in guard.incidents if one.step == case.step and one.cause is not None]

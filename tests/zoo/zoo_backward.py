@@ -1,4 +1,4 @@
-"""Public cases that are fine in forward, or hidden there, and break the gradients."""
+"""Public cases that are finite in forward, or hidden there, and break the gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a case of the zoo is: a small training that breaks at a known step, by a known op, line and module.
+"""Defines a case of the zoo: a small training that breaks at a known step, with a known op, line and module.
 
-A case is a function that builds a Training; the decorator holds the truth. The line to blame ends in `# culprit`, a
-second one that is right as well in `# culprit too`. Everything is seeded, so a case is the same at every build.
+A case is a function that builds a Training; the decorator states the truth. The line to blame ends in `# culprit`, and
+a second one that is also correct in `# culprit too`. Everything is seeded, so a case is always the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 OUTSIDE = None
-"""The module of code that runs outside of any."""
+"""The module of code outside of any module."""
 ROOT = ""
 """The model itself."""
 
@@ -49,7 +49,7 @@ class Training:
         self.loop, self.guarded_loop = loop, guarded_loop
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        """What the user's function returns, under the case's autocast."""
+        """Return the result of the user's function, under the case's autocast."""
         with torch.autocast("cpu", dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None):
             return self._loss(model, batch)
 
@@ -89,26 +89,26 @@ class Case:
     name: str
     build_training: Callable[[], Training]
     kinds: tuple[str, ...]
-    """What `Cause.kind` may say; empty where a replay shows nothing."""
+    """Accepted values of `Cause.kind`; empty if a replay shows nothing."""
     step: int = 0
     phase: str = "forward"
     ops: tuple[str, ...] = ()
     module: str | None = OUTSIDE
     guarded: tuple[str, ...] = ()
-    """Kinds of finding, one of which a Guard must make at the step; empty: not asked, or healthy."""
+    """Kinds of finding, one of which a Guard must report at the step; empty: not tested, or healthy."""
     seen: str = ""
-    """The public report that it was reduced from."""
+    """The public report from which it was reduced."""
     late: int = 0
-    """Steps by which a Guard may notice it later or earlier, where it builds up."""
+    """Steps by which a Guard may notice it later or earlier, if it builds up."""
     lines: tuple[int, ...] = field(default=())
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing may be found."""
+        """Whether there must be no finding."""
         return not self.kinds and not self.guarded
 
     def build(self) -> Training:
-        """A fresh training, the same every time."""
+        """Build a new training, always the same."""
         torch.manual_seed(0)
         training = self.build_training()
         torch.manual_seed(99)
@@ -152,7 +152,7 @@ def case(
     return register
 
 
-# --- what cases are made of -------------------------------------------------------------------------------------------
+# --- parts of cases ---------------------------------------------------------------------------------------------------
 
 
 def sgd(model: nn.Module, lr: float = 0.01, **settings: Any) -> torch.optim.SGD:
@@ -166,7 +166,7 @@ def adam(model: nn.Module, lr: float = 1e-3, **settings: Any) -> torch.optim.Ada
 
 
 def stack(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    """Linear layers with an activation between each two."""
+    """Return linear layers with an activation between each two."""
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), activation()]

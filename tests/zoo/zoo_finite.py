@@ -1,4 +1,4 @@
-"""Public cases in which every number is finite and the training is wrong all the same, and the public controls."""
+"""Public cases in which every number is finite and the training is still wrong, and the public controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public cases whose loss is not finite: born in forward, in half precision, or there on arrival."""
+"""Public cases with a nonfinite loss: from forward, from half precision, or from the input."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def gcn_negative_edge_weight() -> Training:
 
 
 def contrast(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Shifted similarities, the same without the diagonal, and who belongs together."""
+    """Return shifted similarities, the same without the diagonal, and which samples belong together."""
     similar = z @ z.T / 0.1
     others = 1 - torch.eye(len(z))
     together = (labels[:, None] == labels[None]).float() * others
@@ -301,7 +301,7 @@ def data_inf_box_target() -> Training:
 
 
 class RMSNorm(nn.Module):
-    """As in T5: in float32 whatever comes in."""
+    """Like in T5: computed in float32 for any input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cases of our own: mechanisms that the public ones do not show, and controls that look suspicious and are fine."""
+"""Our own cases: mechanisms that the public ones do not show, and suspicious but healthy controls."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def gradient_penalty_at_a_flat_point() -> Training:
     batches = points(3, width=5)
     with torch.no_grad():
         critic[0].bias.fill_(-0.5)
-    batches[0][0][2] = 0.0  # no unit is on there
+    batches[0][0][2] = 0.0  # no unit is active there
     return Training(critic, batches, loss)
 
 
@@ -200,7 +200,7 @@ def mask_row_in_a_buffer() -> Training:
             return self.out(self.heads[1](self.heads[0](x, everything), keep)).mean((1, 2))
 
     batches = [(torch.randn(3, 5, 4), torch.ones(3, 5, dtype=torch.bool), torch.randn(3)) for _ in range(4)]
-    batches[2][1][1, :2] = False  # the first words are padding, and nothing before them may be seen
+    batches[2][1][1, :2] = False  # the first words are padding, and nothing before them is visible
     return Training(Net(), batches, lambda m, b: F.mse_loss(m(b[0], b[1]), b[2]))
 
 
@@ -282,7 +282,7 @@ def normalised_in_place() -> Training:
 
 @case("nan", ops="div", step=1, guarded="nonfinite_loss")
 def slice_of_a_healthy_buffer() -> Training:
-    """A -inf elsewhere in the tensor that a slice is taken from must not be followed."""
+    """A -inf elsewhere in the tensor of a slice must not be blamed."""
     model = nn.Linear(4, 4)
 
     def loss(m: nn.Module, batch: Any) -> Tensor:
@@ -639,7 +639,7 @@ def loss_that_the_program_refuses() -> Training:
     return Training(model, batches, loss)
 
 
-# --- finite, and wrong -----------------------------------------------------------------------------------------------
+# --- finite but wrong ------------------------------------------------------------------------------------------------
 
 
 @case("exploding", module="layers.0")

@@ -1,4 +1,4 @@
-"""Mixed precision as torch's AMP recipe teaches it: autocast, GradScaler, unscale_, clipping. One batch may be NaN."""
+"""Mixed precision as in torch's AMP recipe: autocast, GradScaler, unscale_, clipping. One batch may be NaN."""
 
 import argparse
 

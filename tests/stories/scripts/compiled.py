@@ -1,4 +1,4 @@
-"""A compiled model in one graph; one batch may be NaN. The backend is eager: it is the graph that matters here."""
+"""A compiled model in one graph; one batch may be NaN. The backend is eager: only the graph matters here."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Things that scripts do with models and optimizers, beside the usual loop. Each is checked where it stands."""
+"""Unusual things that scripts do with models and optimizers. Each is checked in place."""
 
 import argparse
 import copy
@@ -38,7 +38,7 @@ pickle.dumps(model)
 torch.jit.script(model)
 torch.optim.swa_utils.AveragedModel(model).update_parameters(model)
 
-# Backward inside of backward.
+# Backward inside backward.
 blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 fit(
     blocks,
@@ -47,7 +47,7 @@ fit(
 )
 
 
-# A model and its optimizer that are no longer needed.
+# A model and an optimizer that are dropped.
 def fold():
     model = nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -60,7 +60,7 @@ gc.collect()
 assert all(one() is None for one in gone)
 
 
-# An optimizer around another one, which needs its closure in the middle.
+# An optimizer that wraps another one, which needs its closure midway.
 class SAM(torch.optim.Optimizer):
     def __init__(self, params, base, rho=0.05, **settings):
         super().__init__(params, {"rho": rho, **settings})
@@ -95,7 +95,7 @@ for step in range(4):
     optimizer.step(closure)
     optimizer.zero_grad()
 
-# A tensor and two models in one optimizer; parameters that come later; sparse gradients.
+# A tensor and two models in one optimizer; parameters added later; sparse gradients.
 shift = torch.zeros(4, requires_grad=True)
 first, second = nn.Linear(4, 4), nn.Linear(4, 1)
 optimizer = torch.optim.RMSprop([{"params": [shift]}, {"params": first.parameters()}], lr=0.1)

@@ -1,4 +1,4 @@
-"""Two optimizers, as torch's DCGAN tutorial has them; the generator's batch may hold a NaN once."""
+"""Two optimizers, as in torch's DCGAN tutorial; the generator's batch may contain a NaN once."""
 
 import argparse
 

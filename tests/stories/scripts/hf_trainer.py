@@ -1,4 +1,4 @@
-"""Fine-tuning with transformers' Trainer, as its docs teach; the model is tiny, and starts at random."""
+"""Fine-tuning with transformers' Trainer, as in its docs; the model is tiny and starts at random."""
 
 import argparse
 
@@ -15,7 +15,7 @@ config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=
 
 
 class WeightedModel(GPT2LMHeadModel):
-    """A language model whose samples have weights."""
+    """A language model with weighted samples."""
 
     def forward(self, input_ids=None, labels=None, weight=None, **kwargs):
         output = super().forward(input_ids=input_ids, labels=labels, **kwargs)

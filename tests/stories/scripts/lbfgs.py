@@ -1,4 +1,4 @@
-"""LBFGS with a closure, as torch's documentation of optimizers has it; one evaluation may be NaN."""
+"""LBFGS with a closure, as in torch's documentation of optimizers; one evaluation may be NaN."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Lightning starts the second rank itself: a new interpreter, a spawned process or a fork. Rank 1 meets a NaN."""
+"""Lightning starts the second rank: a new interpreter, a spawned process or a fork. Rank 1 gets a NaN."""
 
 import argparse
 
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     model = Net()
     trainer.fit(model, loader)
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    print(f"finite: {finite}\n", end="", flush=True)  # in one piece: two ranks write at once
+    print(f"finite: {finite}\n", end="", flush=True)  # in one write: two ranks write at once

@@ -1,4 +1,4 @@
-"""A LightningModule like the one of Lightning's MNIST example, on made-up images; one image may be NaN."""
+"""A LightningModule like Lightning's MNIST example, on synthetic images; one image may be NaN."""
 
 import argparse
 import warnings

@@ -1,4 +1,4 @@
-"""A classifier, as torch's quickstart teaches it: dataset, model, train loop, test loop. One sample may be NaN."""
+"""A classifier as in torch's quickstart: dataset, model, train loop, test loop. One sample may be NaN."""
 
 import argparse
 

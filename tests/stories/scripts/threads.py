@@ -1,4 +1,4 @@
-"""Three trainings at once, each in a thread of its own; with --poison the k-th meets a NaN at step 10 + k."""
+"""Three trainings at once, each in its own thread; with --poison, number k gets a NaN at step 10 + k."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)
 parser.add_argument("--poison", action="store_true")
 args = parser.parse_args()
-sys.setswitchinterval(1e-5)  # as if there were many more threads
+sys.setswitchinterval(1e-5)  # as with many more threads
 torch.manual_seed(0)
 models = [nn.Sequential(nn.Linear(4, 32), *[nn.Linear(32, 32) for _ in range(6)], nn.Linear(32, 1)) for _ in range(3)]
 

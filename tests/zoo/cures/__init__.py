@@ -1,4 +1,4 @@
-"""One Cure for each entry of the library, in files as the entries are."""
+"""One Cure for each entry of the library, in files of the same names."""
 
 from . import (
     division,

@@ -1,7 +1,7 @@
-"""A Cure: the failure that an entry of the library is about, as code that fails, and what its fixes are run on.
+"""A Cure: the failure of an entry of the library, as code that fails, and the inputs on which its fixes run.
 
-`broken` and the entry's fixes are expressions, evaluated over the same names: `sick` ones, where `broken` fails and
-each fix must not, and `healthy` ones, where both must agree unless `differs` says why a fix is another function.
+`broken` and the entry's fixes are expressions, evaluated with the same names: `sick` ones, on which `broken` fails and
+each fix must not, and `healthy` ones, on which both must agree unless `differs` says why a fix computes something else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOOLS: Names = {"torch": torch, "F": F, "nn": nn, "math": math, "steadygrad": st
 
 
 def as_is(result: Any, names: Names) -> Any:
-    """What the expression gives is what is looked at."""
+    """Inspect the result of the expression itself."""
     return result
 
 
@@ -36,35 +36,35 @@ class Cure:
     broken: str
     sick: Mapping[str, Any]
     also: tuple[str, ...] = ()
-    """Other ops, or other ways to write it, that fail in the same way."""
+    """Other ops, or other spellings, that fail in the same way."""
     healthy: Mapping[str, Any] | None = None
-    """What to replace in `sick` to make it well; None: there is no healthy form, only the fixes are compared."""
+    """Values that replace those in `sick` to make it healthy; None: nothing healthy exists, only fixes are compared."""
     learned: tuple[str, ...] = ("x",)
-    """The names that need a finite gradient."""
+    """Names that need a finite gradient."""
     derive: Callable[[Names], Names] | None = None
-    """More names, made from these: a layer, a gradient, a function to call."""
+    """More names, created from these: a layer, a gradient, a function to call."""
     apply: Callable[[Any, Names], Any] = as_is
-    """From what an expression gives to the tensors to look at: call the layer, take the step."""
+    """Maps the result of an expression to the tensors to inspect: call the layer, take the step."""
     differs: Mapping[str, str] = field(default_factory=dict)
-    """Fix -> why it gives other values on healthy input."""
+    """Fix -> why its values differ on healthy input."""
     tolerance: float = 1e-3
-    """Relative; the eps of the fixes moves values by about that."""
+    """Relative tolerance; the eps of the fixes changes values by about that."""
     unseen: str = ""
-    """Why `diagnose` cannot be shown it as a step; empty: it can."""
+    """Why it cannot be a step for `diagnose`; empty if it can."""
 
     def names(self, *, healthy: bool = False) -> Names:
-        """Fresh copies, those that are learned with a gradient to come."""
+        """Return new copies, with gradients for the learned ones."""
         given = {**self.sick, **(self.healthy or {})} if healthy else dict(self.sick)
         return {name: copy(value, learned=name in self.learned) for name, value in given.items()}
 
     def run(self, expression: str, names: Names) -> list[Tensor]:
-        """The tensors that the expression gives."""
+        """Return the tensors that the expression gives."""
         names = {**names, **(self.derive(names) if self.derive else {})}
         result = self.apply(eval(expression, {**TOOLS, **names}), names)
         return [one for one in (result if isinstance(result, list | tuple) else [result]) if isinstance(one, Tensor)]
 
     def measure(self, expression: str, *, healthy: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """Values and gradients. The sum is weighted so that no two elements' gradients cancel."""
+        """Return values and gradients. The sum is weighted so that no two elements' gradients cancel."""
         names = self.names(healthy=healthy)
         values = self.run(expression, names)
         total = sum_up(values, weighted=True)
@@ -76,7 +76,7 @@ class Cure:
 
 
 def sum_up(values: list[Tensor], *, weighted: bool = False) -> Tensor:
-    """One number from all elements, each with a weight of its own where asked."""
+    """Return one number from all elements, each weighted differently on request."""
     if len(values) == 1 and values[0].dim() == 0:
         return values[0]
     total = torch.zeros(())

@@ -151,7 +151,7 @@ CURES = {
         broken="x.masked_fill(~mask, -torch.inf) - x.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True)",
         sick={"x": ROWS, "mask": NOTHING},
         healthy={"mask": torch.ones(2, 3, dtype=torch.bool)},
-        differs={"steadygrad.losses.safe_log_softmax(x, dim=-1, mask=mask)": "goes on to the end of the softmax"},
+        differs={"steadygrad.losses.safe_log_softmax(x, dim=-1, mask=mask)": "continues to the end of the softmax"},
     ),
     "infinity_minus_infinity": Cure(
         broken="x - y",

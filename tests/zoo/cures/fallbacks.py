@@ -1,4 +1,4 @@
-"""Cures for what the fallbacks say: functions that no other entry knows, bounded or kept away from the bad place."""
+"""Cures for the fallbacks: functions that no other entry covers, bounded or kept away from the bad input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .cure import Cure, half, t
 
 
 def multiply_twice(x: Tensor) -> Tensor:
-    """Finite for a tiny x, where its derivative 1e60 is not."""
+    """Return a value that is finite for a tiny x, although its derivative 1e60 is not."""
     return x * 1e30 * 1e30
 
 

@@ -1,4 +1,4 @@
-"""Cures for signals that grow or die: measured as numbers that are infinite when the signal is lost."""
+"""Cures for signals that grow or vanish: measured as numbers that are infinite when the signal is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .cure import Cure, Names
 
 DEPTH = 60
-SLOWLY = "nothing is NaN or Inf here: told from norms, not from values"
+SLOWLY = "nothing is NaN or Inf here: it shows in norms, not in values"
 
 
 def make_layer(std: float) -> Names:
@@ -19,7 +19,7 @@ def make_layer(std: float) -> Names:
 
 
 def run_deep(result: object, names: Names) -> Tensor:
-    """The square of the signal's norm behind many layers, and its inverse."""
+    """Return the square of the signal's norm after many layers, and its inverse."""
     signal = names["x"]
     for _ in range(DEPTH):
         signal = torch.relu(names["layer"](signal))
@@ -30,7 +30,7 @@ def run_deep(result: object, names: Names) -> Tensor:
 
 
 def find_slope(result: Tensor, names: Names) -> Tensor:
-    """The inverse of the gradient that reaches x."""
+    """Return the inverse of the gradient that reaches x."""
     (gradient,) = torch.autograd.grad(result.sum() * 1.0 + (result * torch.arange(result.numel())).sum(), names["x"])
     return 1 / gradient.norm()
 

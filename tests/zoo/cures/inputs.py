@@ -1,4 +1,4 @@
-"""Cures for values that were bad on arrival."""
+"""Cures for values that were already bad."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def take_step(result: Tensor, names: Names) -> Tensor:
 
 
 def spoil(layer: nn.Module, name: str) -> Names:
-    """A layer with a NaN, and what it held before."""
+    """Return a layer with a NaN, and its previous weights."""
     before = copy.deepcopy(layer.state_dict())
     layer.state_dict()[name].view(-1)[0] = math.nan
     return {"x": ROWS, "layer": layer.eval(), "last_good": before}
 
 
 def spoil_other(model: nn.Module) -> Names:
-    """A model and a copy of it that has a NaN."""
-    spoilt = spoil(copy.deepcopy(model), "weight")
-    return {"x": ROWS, "network": spoilt["layer"], "model": model, "last_good": spoilt["last_good"]}
+    """Return a model and a copy of it that has a NaN."""
+    broken_layer = spoil(copy.deepcopy(model), "weight")
+    return {"x": ROWS, "network": broken_layer["layer"], "model": model, "last_good": broken_layer["last_good"]}
 
 
 def call_layer(result: object, names: Names) -> Tensor:
@@ -36,7 +36,7 @@ def call_layer(result: object, names: Names) -> Tensor:
 
 
 def fill_with_nan(make: Callable[[], Tensor]) -> Tensor:
-    """Uninitialised memory as it can be: deterministic mode fills it with NaN."""
+    """Return a possible content of uninitialised memory: deterministic mode fills it with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         return make()

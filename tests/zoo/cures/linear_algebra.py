@@ -13,7 +13,7 @@ RIGHT = torch.tensor([[1.0], [2.0], [3.0]])
 WAVE = torch.arange(48.0).view(2, 3, 8).sin() + 1
 VALUES = "gives the values only: they have a derivative where the vectors have none"
 JITTER = {"eps": 1e-2}
-"""Large enough for float32 to tell the eigenvalues apart."""
+"""Large enough for float32 to distinguish the eigenvalues."""
 
 CURES = {
     "svd_with_equal_values": Cure(

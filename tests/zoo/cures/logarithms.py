@@ -14,7 +14,7 @@ NEAR = torch.tensor([[0.0, 2.0, 1.0], [3.0, 1.0, 2.0]])
 
 
 def to_probability(result: Tensor, names: Names) -> Tensor:
-    """A log-probability of -inf is a probability of 0: its value is fine, its gradient is not."""
+    """Map a log-probability of -inf to the probability 0: its value is finite, its gradient is not."""
     return torch.exp(result)
 
 
@@ -23,7 +23,7 @@ def add_mask(names: Names) -> Names:
 
 
 def start_lattice(names: Names) -> Names:
-    """The forward algorithm: no path has reached the first state yet."""
+    """Start the forward algorithm: no path has reached the first state yet."""
     x = names["raw"] + torch.zeros(2).masked_fill(names["raw"] < 0, -math.inf)
     return {"x": x, "y": x + 0.5}
 

@@ -16,7 +16,7 @@ def batch_of_one(names: Names) -> Names:
 
 
 def take_first_batch(result: object, names: Names) -> torch.Tensor:
-    """A loader gives the batches that a norm in training mode then sees."""
+    """Return the first batch that a loader gives to a norm in training mode."""
     if not isinstance(result, torch.utils.data.DataLoader):
         return result
     assert len(names["data"]) % 2 == 1

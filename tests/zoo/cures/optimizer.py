@@ -1,4 +1,4 @@
-"""Cures for the optimizer's own arithmetic: one step of it, then weights and moments are looked at."""
+"""Cures for the optimizer's arithmetic: after one step, weights and moments are inspected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_params(names: Names) -> Names:
 
 
 def step_once(result: object, names: Names) -> list[Tensor]:
-    """Weights and moments after a step of that optimizer, or of a plain one where the fix edits gradients."""
+    """Return weights and moments after a step of that optimizer, or of a plain one if the fix edits gradients."""
     if isinstance(result, torch.optim.Optimizer):
         optimizer = result
         for group in optimizer.param_groups:

@@ -10,7 +10,7 @@ IN_LOGS = "stays in logarithms"
 
 
 def penalised(names: Names) -> Names:
-    """The gradient of a small critic, kept in the graph."""
+    """Return the gradient of a small critic, kept in the graph."""
     x = names["x"]
     (g,) = torch.autograd.grad(torch.tanh(x).square().sum(), x, create_graph=True)
     return {"g": g}

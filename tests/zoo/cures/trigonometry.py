@@ -1,4 +1,4 @@
-"""Cures for inverse functions at the ends of their range."""
+"""Cures for inverse functions at the limits of their range."""
 
 from __future__ import annotations
 
