@@ -67,6 +67,13 @@ def test_a_hit_is_larger_on_its_one_batch_and_notable_beside_what_was_learnt() -
     assert not is_hit([1e-5], [1e-14], 3.0, config=CONFIG)
 
 
+def test_a_batch_that_is_a_spike_to_earlier_weights_or_none_to_the_present_ones_shows_no_hit() -> None:
+    assert is_hit([1.0], [0.2], 3.0, limit=0.5, config=CONFIG)
+    assert not is_hit([1.0], [0.2], 3.0, limit=0.1, config=CONFIG)
+    assert not is_hit([1.0], [0.2], 3.0, limit=1.5, config=CONFIG)
+    assert is_hit([math.inf], [0.2], 3.0, limit=1.5, config=CONFIG)
+
+
 def test_worse_than_the_start_needs_an_excess() -> None:
     assert is_worse_than_start([3.7] * 8, FIRST, config=CONFIG)
     assert not is_worse_than_start([3.5] * 8, FIRST, config=CONFIG)

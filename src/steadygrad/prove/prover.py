@@ -343,7 +343,10 @@ class Prover:
             reference = self._references.find(finding)
         except CannotTestError as error:
             return _make_unknown(step, error.reason, error.remedy)
-        return self._comparison.compare_batch(reference, captures[-1], step, began_at=self._began_at)
+        limit = finding.evidence.get("highest")  # of a loss; an outlying gradient has none
+        return self._comparison.compare_batch(
+            reference, captures[-1], step, began_at=self._began_at, limit=limit if isinstance(limit, float) else None
+        )
 
     # --- numbers ----------------------------------------------------------------------------------------------------
 
