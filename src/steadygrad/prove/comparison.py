@@ -84,19 +84,15 @@ class Comparison:
 
         return self._try(step, run)
 
-    def compare_batch(
-        self, reference: Snapshot, capture: Capture, step: int, *, began_at: float, limit: float | None
-    ) -> Proof:
-        """Test whether an outlier comes from its batch alone, or whether the weights were hit; see `is_hit`."""
+    def compare_batch(self, reference: Snapshot, capture: Capture, step: int, *, began_at: float) -> Proof:
+        """Test whether an outlying loss comes from its batch alone, or whether the weights were hit."""
 
         def run() -> Proof:
             steps = self._test.prepare([capture])
             now = self._test.measure(steps)
             with self._test.under(reference):
                 then = self._test.measure(steps)
-            answer = (
-                Answer.DAMAGED if is_hit(now, then, began_at, limit=limit, config=self._config) else Answer.UNHARMED
-            )
+            answer = Answer.DAMAGED if is_hit(now, then, began_at, config=self._config) else Answer.UNHARMED
             return Proof(answer=answer, step=step, reference=reference.step, now=tuple(now), then=tuple(then))
 
         return self._try(step, run)

@@ -52,21 +52,21 @@ def is_damaged(now: Sequence[float], then: Sequence[float], first: Sequence[floa
     return _mean(now) - _mean(then) >= config.share * learnt
 
 
-def is_hit(
-    now: Sequence[float], then: Sequence[float], began_at: float, *, limit: float | None = None, config: ProveConfig
-) -> bool:
-    """Return whether one step did harm worth a warning; `began_at`: the run's first loss, NaN if unknown.
-
-    `limit`: the least loss that is a spike, where the losses were suspected. If the batch is one to the earlier weights
-    too, it is to blame; if it is none to the present weights, no harm is left.
-    """
+def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:
+    """Return whether one step did harm worth a look; `began_at`: the run's first loss, NaN if unknown."""
     if not is_worse(now, then, ratio=2 * config.ratio):  # a single batch is noisier than eight
-        return False
-    if limit is not None and (_mean(then) > limit or _mean(now) <= limit):
         return False
     share = NOTABLE if min(then) > 0 else config.share  # a ratio means nothing for losses that may be negative
     # So written that an unknown start, NaN, counts as harm.
     return not find_excess(now, then) < share * abs(began_at - _mean(then))
+
+
+def is_spike_of_weights(now: Sequence[float], then: Sequence[float], limit: float) -> bool:
+    """Return whether a spike, a loss above `limit`, is one to the present weights and none to earlier ones.
+
+    A batch that is a spike to both is to blame itself; one that is a spike to neither has been learnt meanwhile.
+    """
+    return _mean(then) <= limit < _mean(now)
 
 
 def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
