@@ -124,7 +124,7 @@ def test_switched_off_nothing_is_held_and_nothing_hooked(tmp_path: Path) -> None
     guard.step(loss_of(model), batch(bad=True))
 
     assert causes(guard) == []
-    listeners = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, CallListener)]
+    listeners = [hook for _, hook in model._forward_pre_hooks.items() if isinstance(hook, CallListener)]
     assert len(listeners) == 3  # for buffers, other losses, and what the program does
     assert not (tmp_path / "batches").exists()
 
