@@ -21,10 +21,13 @@ SEEDS = range(int(os.environ.get("STEADYGRAD_TEST_SEEDS", "1")))
 RUNS = [(name, seed) for name in SCENARIOS for seed in SEEDS]
 QUICK = {name for family in FAMILIES for name in [s.name for s in SCENARIOS.values() if s.family == family][-1:]}
 """One of each family; the others are slow tests."""
-MOST_WARNED = 0.07
+MOST_WARNED = 0.05
 """Share of healthy runs that may have a finding of severity warning or worse. This corpus is made to provoke them, and
-ten of its runs have one: a step that cannot be run again, where an exploding loss is reported without proof, or a step
-that did hurt the weights for a while, as it was meant to."""
+seven of its runs have one: a step that cannot be run again, where an exploding loss is reported without proof, or a
+step that did hurt the weights for a while, as it was meant to."""
+EXPLAINED = ("flow_on_a_thin_line", "likelihood_crosses_zero", "pruned_in_one_go", "wgan_gp_of_two_guards")
+"""Scenarios that look like harm to a rule that sees less: an outlying batch, a batch that is fine again after one step,
+units that the program cut off, a loss of both signs that began near 0."""
 
 
 @functools.cache
@@ -47,6 +50,11 @@ def test_a_healthy_training_is_left_alone(name: str, seed: int) -> None:
     assert guarded.halted is None
     assert guarded.actions == []
     assert guarded.compare(plain) == []
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_what_the_run_itself_explains_is_no_warning(name: str) -> None:
+    assert train_guarded(name, 0).warnings == []
 
 
 @pytest.mark.slow

@@ -146,3 +146,24 @@ def teacher_inside(bug: bool) -> Built:
         return F.cross_entropy(model.student(model.first(x)), y) + model(x)
 
     return _train(model, loss)
+
+
+@case(None, "a teacher as large as the student, which follows it; the optimizer holds both")
+def teacher_of_half_the_model(bug: bool) -> Built:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = mlp(8, 16, 4)
+            self.teacher = copy.deepcopy(self.student)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.cross_entropy(self.student(x), self.teacher(x).argmax(1))
+
+    model = Net()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        for own, other in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            own.data.mul_(0.9).add_(other.data, alpha=0.1)
+        return F.cross_entropy(model.student(x), y) + model(x)
+
+    return _train(model, loss)

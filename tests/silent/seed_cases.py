@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from program_case import Train, adam, case, clusters, mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 Built = tuple[nn.Module, torch.optim.Optimizer, Train]
 
@@ -88,6 +88,39 @@ def seeded_in_forward(bug: bool) -> Built:
     return _train(Net())
 
 
+class Noise(nn.Module):
+    """Adds noise of its own, as a VAE does, and has no dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(8, 16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + 0.1 * torch.randn_like(x))
+
+
+@case("repeated_seed", "a seed before the step of a model that draws noise without a dropout layer")
+def seeded_before_noise(bug: bool) -> Built:
+    return _train(Noise(), lambda i: torch.manual_seed(0) if bug or i == 0 else None)
+
+
+@case("repeated_seed", "a seed in the loop of a diffusion model, which learns to remove one noise only")
+def seeded_diffusion(bug: bool) -> Built:
+    model = mlp(9, 32, 8)
+
+    def denoise(x: Tensor) -> Tensor:
+        time, noise = torch.rand(len(x), 1), torch.randn_like(x)
+        return F.mse_loss(model(torch.cat([(1 - time) * x + time * noise, time], 1)), noise)
+
+    def train(guard: Any) -> None:
+        for i, (x, _) in enumerate(list(clusters(40))):
+            if bug or i == 0:
+                torch.manual_seed(0)
+            guard.step(denoise, x)
+
+    return model, adam(model), train
+
+
 # --- nothing to find --------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +159,47 @@ def restored_by_hand(bug: bool) -> Built:
 @case(None, "a seed in every step of a program that draws nothing")
 def seeded_and_never_drawn(bug: bool) -> Built:
     return _train(mlp(8, 16, 4), lambda i: torch.manual_seed(0))
+
+
+def _project(x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return x @ torch.randn(8, 8) / 8**0.5
+
+
+@case(None, "a fixed projection is drawn again in each step, and nothing else is random")
+def remade_projection(bug: bool) -> Built:
+    model = mlp(8, 16, 4)
+
+    def train(guard: Any) -> None:
+        for x, y in list(clusters(40)):
+            guard.step(lambda x, y: F.cross_entropy(model(_project(x)), y), x, y)
+
+    return model, adam(model), train
+
+
+@case(None, "the same, in the program's loop and with shuffled batches")
+def remade_projection_in_the_loop(bug: bool) -> Built:
+    model, (x, y) = mlp(8, 16, 4), next(clusters(1, rows=640))
+    batches = list(DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True))
+
+    def train(guard: Any) -> None:
+        for x, y in batches:
+            guard.step(F.cross_entropy(model(_project(x)), y))
+
+    return model, adam(model), train
+
+
+@case(None, "the same, inside the model")
+def remade_projection_in_forward(bug: bool) -> Built:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(8, 16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(_project(x))
+
+    return _train(Net())
 
 
 @case(None, "an evaluation sets a seed now and then")

@@ -250,6 +250,7 @@ FOUND_BY = {
     "rate x 30 for 40 steps, AdamW": "the second look, once the rate is back",
     "embedding rows permuted": "a spike that damages the weights for good",
     "BatchNorm scales x 20": "a jump that stays",
+    "second moment x 1e-8, ten steps": "the same, where the loss is too rugged to have a slope",
     "attention matrices x 20, new data": "the same steps made again from earlier weights",
 }
 

@@ -124,7 +124,7 @@ def test_with_diagnosis_off_nothing_is_kept_and_no_hook_is_set(tmp_path: Path) -
     guard.step(loss_of(model), batch(bad=True))
 
     assert causes(guard) == []
-    listeners = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, CallListener)]
+    listeners = [hook for _, hook in model._forward_pre_hooks.items() if isinstance(hook, CallListener)]
     assert len(listeners) == 3  # for buffers, other losses, and actions of the program
     assert not (tmp_path / "batches").exists()
 

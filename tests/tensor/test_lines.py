@@ -114,6 +114,33 @@ def test_models_of_one_class_are_numbered(lines: io.StringIO) -> None:
     assert "error Critic 2: step 0" in lines.getvalue()
 
 
+def test_guards_of_one_model_are_named_after_the_parts_that_they_train(lines: io.StringIO) -> None:
+    model = nn.ModuleDict({"actor": nn.Linear(2, 1), "critic": nn.Linear(2, 1)})
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model.values()]
+    guards = [Guard(model, optimizer, config=CONFIG) for optimizer in optimizers]
+
+    for part, guard in zip(model.values(), guards, strict=True):
+        guard.step(root, part, BAD.abs().neg() * part.weight.detach().sign())
+        guard.flush()
+
+    assert "error ModuleDict.actor: step 0" in lines.getvalue()
+    assert "error ModuleDict.critic: step 0" in lines.getvalue()
+
+
+def test_two_guards_of_one_part_are_numbered(lines: io.StringIO) -> None:
+    model = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    guards = []  # each is alive while the other speaks
+    for parameter in (model.weight, model.bias):
+        guard = Guard(model, torch.optim.SGD([parameter], lr=0.0), config=CONFIG)
+        guard.step(root, model, BAD)
+        guard.flush()
+        guards.append(guard)
+
+    assert "error step 0" in lines.getvalue()
+    assert "error Linear 2: step 0" in lines.getvalue()
+
+
 def test_two_guards_of_one_model_are_not_several(lines: io.StringIO) -> None:
     model, one = make(Critic)
     other = Guard(model, torch.optim.SGD(model.parameters(), lr=0.0), config=CONFIG)

@@ -82,7 +82,9 @@ def test_a_used_directory_is_unchanged_until_the_training_is_identified(tmp_path
 
 
 @pytest.mark.parametrize("num_steps", [21, 40, 110])
-def test_a_start_without_resume_keeps_the_checkpoints_of_the_previous_run(tmp_path: Path, num_steps: int) -> None:
+def test_a_start_without_resume_keeps_the_checkpoints_of_the_previous_run(
+    tmp_path: Path, num_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
     model, guard = make_guard(tmp_path, every=20)
     train(model, guard, 200)
     guard.close()
@@ -92,8 +94,11 @@ def test_a_start_without_resume_keeps_the_checkpoints_of_the_previous_run(tmp_pa
     second.close()
     assert set(before) <= set(steps_on_disk(second))
     new_runs = [finding for finding in second.findings if finding.kind == "new_run"]
-    assert [finding.severity for finding in new_runs] == [Severity.WARNING]
+    assert [finding.severity for finding in new_runs] == [Severity.INFO]
     assert "guard.resume()" in new_runs[0].advice
+    assert second.incidents == []  # these are about training
+    assert [r.levelname for r in caplog.records if new_runs[0].message in r.getMessage()] == ["WARNING"]
+    assert new_runs[0].message in (tmp_path / "incidents.jsonl").read_text(encoding="utf-8")
 
 
 def test_a_resume_continues_the_newest_run_and_its_record(tmp_path: Path) -> None:

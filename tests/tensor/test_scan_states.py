@@ -117,6 +117,38 @@ def test_a_bias_before_batchnorm_is_not_expected_to_move() -> None:
     assert watch.scan(0).unchanged == ("0.weight", "2.weight")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_only_a_plain_step_that_float32_would_round_off_need_not_move_a_weight(kind: type[Any]) -> None:
+    """Adam divides by the gradient's own size, so the gradient says nothing about the step."""
+    model = make_model()
+    watch = ParameterWatch(find_trained_parameters(model, kind(model.parameters(), lr=1e-5)))
+    watch.scan(-1)
+
+    watch.note_step(reading_of(0, {"0.weight": 1.0, "2.weight": 1e-4}, learning_rates=(1e-5,)))
+
+    assert watch.scan(0).unchanged == (("0.weight",) if kind is torch.optim.SGD else ("0.weight", "2.weight"))
+
+
+def test_momentum_adds_up_what_one_step_would_round_off() -> None:
+    model = make_model()
+    watch, _ = make_watch(model, momentum=0.999)
+    watch.scan(-1)
+
+    watch.note_step(reading_of(0, {"0.weight": 1.0, "2.weight": 1e-4}, learning_rates=(1e-5,)))
+
+    assert watch.scan(0).unchanged == ("0.weight", "2.weight")
+
+
+def test_a_rate_that_moves_nothing_at_all_leaves_out_no_weight() -> None:
+    model = make_model()
+    watch, _ = make_watch(model)
+    watch.scan(-1)
+
+    watch.note_step(reading_of(0, unit_norms(model), learning_rates=(1e-10,)))
+
+    assert watch.scan(0).unchanged == tuple(name for name, _ in model.named_parameters())
+
+
 def test_each_parameter_has_the_learning_rate_of_its_group() -> None:
     model = make_model()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.0}]
@@ -358,6 +390,19 @@ def test_our_own_writes_are_not_reported_as_edits_even_if_interrupted() -> None:
     with torch.no_grad():
         parameter.add_(1.0)
     assert watch.before_optimizer(2)
+
+
+def test_the_first_change_by_the_program_is_remembered() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    watch = EditWatch([("p", parameter)])
+    for step in range(4):
+        if step >= 2:
+            with torch.no_grad():
+                parameter.add_(1.0)
+        watch.before_optimizer(step)
+        watch.after_optimizer(step)
+
+    assert (watch.first, watch.last) == (2, 3)
 
 
 def take_steps(optimizer: torch.optim.Optimizer, watch: EditWatch, steps: range) -> None:

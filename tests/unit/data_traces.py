@@ -49,7 +49,7 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "norm_in_evaluation": (lambda: [RandomEvaluation(step=20, norms=("batch_norm at a.py:4",))], 20),
     "repeated_batch": (lambda: [StreamScan(pattern="repeated", period=2, **STREAM)], 1),
     "repeated_order": (lambda: [StreamScan(pattern="order", period=20, **STREAM)], 21),
-    "repeated_seed": (lambda: [RepeatedSeed(step=16, seed=0, num_steps=16)], 16),
+    "repeated_seed": (lambda: [RepeatedSeed(step=16, seed=0, num_steps=16, repeats="dropout")], 16),
     "sorted_labels": (sorted_labels, 13),
     "constant_labels": (lambda: [labels(t, lowest=3, highest=3, is_given=True) for t in range(40)], 31),
     "changed_dataset": (lambda: [StoredDataChange(step=t, **IN_PLACE) for t in (100, 150)], 150),

@@ -7,7 +7,15 @@ import math
 import pytest
 
 from steadygrad.config import ProveConfig
-from steadygrad.prove.rule import is_damaged, is_held_back, is_hit, is_rate_too_high, is_worse, is_worse_than_start
+from steadygrad.prove.rule import (
+    is_damaged,
+    is_held_back,
+    is_hit,
+    is_rate_too_high,
+    is_spike_of_weights,
+    is_worse,
+    is_worse_than_start,
+)
 
 CONFIG = ProveConfig()
 LEARNT = [0.3, 0.2, 0.3, 0.4, 0.3, 0.2, 0.3, 0.3]
@@ -65,6 +73,13 @@ def test_damage_by_one_batch_is_larger_there_and_notable_relative_to_the_progres
     assert is_hit([1.0], [0.2], 3.0, config=CONFIG)
     assert not is_hit([0.7], [0.2], 3.0, config=CONFIG)
     assert not is_hit([1e-5], [1e-14], 3.0, config=CONFIG)
+
+
+def test_a_spike_to_earlier_weights_too_or_none_to_the_present_ones_is_not_the_weights_doing() -> None:
+    assert is_spike_of_weights([1.0], [0.2], limit=0.5)
+    assert not is_spike_of_weights([1.0], [0.2], limit=0.1)
+    assert not is_spike_of_weights([1.0], [0.2], limit=1.5)
+    assert is_spike_of_weights([math.nan], [0.2], limit=1.5)
 
 
 def test_worse_than_the_start_needs_an_excess() -> None:

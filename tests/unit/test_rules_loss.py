@@ -212,6 +212,11 @@ def test_a_lucky_first_batch_of_one_sample_is_not_an_explosion(seed: int) -> Non
     assert explosions([1e-3, *(r.gauss(0, 1) ** 2 for _ in range(100))]) == []
 
 
+def test_a_loss_of_both_signs_that_begins_near_zero_does_not_explode_when_it_swings_back() -> None:
+    """A critic's loss: -0.01, down to -1.6, up to 3."""
+    assert explosions([-0.01 - 1.6 * math.sin(t / 12) for t in range(38)] + [0.1 * t for t in range(60)]) == []
+
+
 def test_a_nonfinite_loss_inside_an_explosion_counts_as_exploded() -> None:
     losses = [1.0] * 40 + [20.0, 400.0, 9e3, math.inf, math.nan, math.nan, math.nan, math.nan, math.nan]
 

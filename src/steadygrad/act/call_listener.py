@@ -19,6 +19,7 @@ from torch import nn
 
 from steadygrad.measure.torch_calls import calls_muted
 from steadygrad.measure.uncompiled import uncompiled
+from steadygrad.state.hidden_hooks import hide_hooks
 
 # Counted, not a flag: a replay may run inside another. The same for all threads.
 _num_muted = 0
@@ -42,6 +43,9 @@ class CallListener:
     A copied or pickled model gets a silent stand-in that does not need this package: it logs at debug level, with each
     argument formatted to zero characters. While torch compiles, it does nothing.
     """
+
+    is_quiet = True
+    """Read by `state/hidden_hooks.py`: the stand-in is for models with hooks of the program's own."""
 
     def __init__(self, hear: Callable[..., None], *, num_arguments: int = 3) -> None:
         # Not a WeakMethod, which makes the bound method anew at each call.
@@ -78,6 +82,8 @@ class CallListeners:
 
     def __init__(self, models: Sequence[nn.Module], hear: Callable[..., None]) -> None:
         self._listener, self._models = CallListener(hear), models
+        for model in models:
+            hide_hooks(model)
         self._hooks = [m.register_forward_pre_hook(self._listener, prepend=True, with_kwargs=True) for m in models]
         self.follow()
 

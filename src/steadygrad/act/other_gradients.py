@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from steadygrad.act.call_listener import CallListener
 from steadygrad.facts import Finding, Severity
+from steadygrad.state.hidden_hooks import hide_hooks
 from steadygrad.state.tree import find_tensors
 
 
@@ -27,6 +28,7 @@ class OtherGradients:
         self._is_anothers = self._was_called = self._began_clean = self._told = False
         self.is_inside = False
         """Whether a function is running whose step has been settled: its calls say nothing about other gradients."""
+        hide_hooks(model)
         self._hook = (
             model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True) if watch else None
         )

@@ -15,7 +15,17 @@ from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import at
 from steadygrad.detect.precision import NUM_STEPS as NUM_FLUSHED
 from steadygrad.detect.precision import is_flushed
-from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, MaskChange, PrecisionScan, Reading, Severity
+from steadygrad.facts import (
+    NUM_COLUMNS,
+    Fact,
+    Finding,
+    GradientTable,
+    MaskChange,
+    ParameterScan,
+    PrecisionScan,
+    Reading,
+    Severity,
+)
 from steadygrad.facts.program import CutGraph
 from steadygrad.stats import median
 
@@ -241,12 +251,12 @@ class MissingGradient(Remembering):
     An unused pooler is common, so it is an info; most of the model without a gradient is a cut (reentrant checkpointing
     on inputs that need no gradient, a stray detach), and a warning. So is any part, with the values it was made with,
     whose output goes into the loss through an op without a gradient (argmax, a comparison, `sample()`): looked for in
-    the calls of the first forward.
+    the calls of the first forward. What the program itself moves, such as a teacher that follows the model, needs none.
     """
 
     name = "missing_gradient"
-    hears = (Reading, CutGraph)
-    memory = ("_streak", "_always", "_share", "_info", "_warning", "_cut")
+    hears = (Reading, CutGraph, ParameterScan)
+    memory = ("_streak", "_always", "_share", "_info", "_warning", "_cut", "_moved", "_last_scan")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.flow
@@ -256,6 +266,8 @@ class MissingGradient(Remembering):
         self._info = Episode(config.repeat_after, quiet=100)
         self._warning = Episode(config.repeat_after, quiet=100)
         self._cut: list[str] = []  # op, file:line, and the parameters before it
+        self._moved: set[str] = set()  # parameters that changed without a gradient
+        self._last_scan = -1
 
     def passes(self, reading: Reading) -> bool:
         """Nothing is missing, and nothing was."""
@@ -265,18 +277,21 @@ class MissingGradient(Remembering):
         """Report when the same parameters were missing for `missing_patience` steps in a row."""
         if isinstance(fact, CutGraph):
             self._cut = [fact.op, fact.where, *fact.parameters]
+        if isinstance(fact, ParameterScan):
+            self._note_moved(fact)
         if not isinstance(fact, Reading) or fact.is_nonfinite:
             return
         if not fact.missing and not self._streak.length:
             self._always = []
             return
-        here = set(fact.missing)
+        missing = [name for name in fact.missing if name not in self._moved]
         # Only what was missing at every step of the row: heads and branches that take turns drop out
-        self._always = [n for n in self._always if n in here] if self._streak.length else list(fact.missing)
+        here = set(missing)
+        self._always = [n for n in self._always if n in here] if self._streak.length else missing
         length = self._streak.feed(fact.step, bool(self._always))
         self._share = min(self._share, fact.missing_share) if length > 1 else fact.missing_share
         long = length >= self._config.missing_patience
-        most = self._share >= self._config.missing_share
+        most = self._share >= self._config.missing_share and not self._moved
         is_cut = bool(self._cut) and set(self._cut[2:]) <= set(self._always)
         why = f"; {self._cut[0]}{at(self._cut[1])}, which has no gradient, cuts them off" if is_cut else ""
         if (self._warning if most or is_cut else self._info).is_due(fact.step, long):
@@ -293,6 +308,12 @@ class MissingGradient(Remembering):
                     "share": self._share,
                 },
             )
+
+    def _note_moved(self, scan: ParameterScan) -> None:
+        """Remember what changed since the last scan although it had no gradient in any step between the two."""
+        if self._streak.length and self._streak.start <= self._last_scan + 1:
+            self._moved.update(set(scan.changed).intersection(self._always))
+        self._last_scan = scan.step
 
 
 class StaleGradient(Remembering):

@@ -119,7 +119,14 @@ class LossSpike(Remembering):
             f"deviations (limit {limit:.1f})",
             advice="Look at this step's batch. If spikes keep coming, lower the learning rate or Adam's beta2, or "
             "lengthen the warm-up.",
-            evidence={"loss": loss, "level": level, "spread": spread, "score": score, "limit": limit},
+            evidence={
+                "loss": loss,
+                "level": level,
+                "spread": spread,
+                "score": score,
+                "limit": limit,
+                "highest": level + limit * spread,
+            },
         )
 
 

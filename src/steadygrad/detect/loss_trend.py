@@ -78,6 +78,7 @@ class LossExplosion(Remembering):
         "_began",
         "_since",
         "_first",
+        "_is_signed",
         "_rise",
         "_first_loss",
     )
@@ -93,6 +94,7 @@ class LossExplosion(Remembering):
         self._level: float | None = None  # the loss before a reported explosion that is being watched
         self._told_at = self._began = 0
         self._first: list[float] = []  # the losses that the run began with
+        self._is_signed = False
         self._rise = Streak()
         self._first_loss = FirstLoss()
         self._since: deque[float] = deque(maxlen=config.loss.explosion_patience)
@@ -139,12 +141,14 @@ class LossExplosion(Remembering):
 
     def _rises_from_the_start(self, step: int, loss: float) -> Finding | None:
         """A loss that climbs from its first steps on has no history to stand out from: it is compared with those."""
+        self._is_signed |= loss < 0 and step < START  # later ones are of no use here
         if len(self._first) < FIRST:
             if math.isfinite(loss):
                 self._first.append(abs(loss))
             return None
         began_at = max(self._first)
-        if step >= START or began_at <= 0 or self._told_at:  # `_told_at` is 0 until something was reported
+        # `_told_at` is 0 until something was reported; losses of both signs begin anywhere, maybe near 0
+        if step >= START or began_at <= 0 or self._told_at or self._is_signed:
             return None
         far = math.isfinite(loss) and loss > self._ratio * began_at
         climbed = far and not self._high and self._usual() > CLIMBED * began_at  # else the history itself will show it

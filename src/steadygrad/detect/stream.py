@@ -97,7 +97,8 @@ class RepeatedOrder(OnceRule[StreamScan]):
 class FixedSeed(OnceRule[RepeatedSeed]):
     """The program sets the same seed in every step: dropout, noise and augmentation are the same each time.
 
-    Programs that set other seeds, that put states of generators back, or that draw nothing are left alone.
+    Programs that set other seeds, that put states of generators back, or that draw nothing are left alone. It is an
+    info where the seed may serve to draw a fixed tensor again.
     """
 
     name = "repeated_seed"
@@ -106,12 +107,14 @@ class FixedSeed(OnceRule[RepeatedSeed]):
     def judge(self, fact: RepeatedSeed) -> Finding | None:
         """Return the finding, with the place."""
         return self.report(
+            severity=Severity.WARNING if fact.repeats else Severity.INFO,
             step=fact.step,
-            message=f"torch.manual_seed({fact.seed}){at(fact.where)} is called in every step: the last "
-            f"{fact.num_steps} drew the same random numbers, so that dropout, noise or augmentation never change",
+            message=f"torch.manual_seed({fact.seed}){at(fact.where)} is called in every step, and the last "
+            f"{fact.num_steps} drew the same random numbers"
+            + (f": {fact.repeats} never change" if fact.repeats else ""),
             advice="Set the seed once, before the training; for numbers that are to stay the same, draw from a "
             "torch.Generator of their own.",
-            evidence={"seed": fact.seed, "num_steps": fact.num_steps, "where": fact.where},
+            evidence={"seed": fact.seed, "num_steps": fact.num_steps, "where": fact.where, "repeats": fact.repeats},
         )
 
 

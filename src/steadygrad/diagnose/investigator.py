@@ -32,6 +32,7 @@ from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.diagnose.unrepeated import Rest
 from steadygrad.facts import Cause, Finding, Reading, Severity
 from steadygrad.measure.gradient_access import GradientAccess
+from steadygrad.state.hidden_hooks import hide_hooks
 from steadygrad.state.shards import is_dtensor
 from steadygrad.state.tree import map_tensors
 
@@ -114,6 +115,7 @@ class Investigator:
         """When a loss is given and no function, what went into the model is all that can be replayed."""
         if hasattr(self._model, "_orig_mod"):  # compiled: a hook would become part of the graph
             return []
+        hide_hooks(self._model)
         end = CallListener(self.hear_end, num_arguments=4)
         return [
             # prepend: the arguments as the program gave them, before hooks of its own change them.

@@ -25,6 +25,8 @@ class Kind:
     """It reports one outlying step, blamed on its batch unless the paired test shows otherwise."""
     at_start: bool = False
     """It reports that training never began to learn, so it is compared with the initial weights."""
+    is_shown: bool = False
+    """It is printed even as an info: what happened to files that the user may look for."""
     of_settings: bool = True
     """Another learning rate could have prevented it; other kinds concern the data, the program or the run."""
 
@@ -63,7 +65,7 @@ _NOT_OF_SETTINGS = (
     *("eps_gradient", "constant_labels", "visible_labels", "repeated_seed"),
     *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these
     *("frequent_clipping", "many_skips", "frequent_actions", "asked_for"),  # what was done
-    *("resumed", "new_run", "checkpoint_failed", "infinite_state", "run_directory_lost", "uncopied_state"),
+    *("resumed", "checkpoint_failed", "infinite_state", "run_directory_lost", "uncopied_state"),
 )
 
 KINDS: dict[str, Kind] = {
@@ -74,6 +76,7 @@ KINDS: dict[str, Kind] = {
     **{name: Kind(name=name, needs_proof=True, at_start=True) for name in _AT_START},
     **{name: Kind(name=name) for name in _OF_SETTINGS},
     **{name: Kind(name=name, of_settings=False) for name in _NOT_OF_SETTINGS},
+    "new_run": Kind(name="new_run", is_shown=True, of_settings=False),
 }
 """Name -> Kind."""
 

@@ -139,6 +139,8 @@ class RepeatedSeed:
     num_steps: int
     """Steps in a row that drew the same numbers."""
     where: str = ""
+    repeats: str = ""
+    """What never changes because of it; empty if it may be a tensor that is meant to stay the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,8 +198,7 @@ def _assemble(
             make_guard,
             moment=moment,
             ranks=ranks,
-            clipper=device.clipper,
-            buffers=buffers,
+            device=device,
             judgement=judgement,
         ),
         summary=Summary(

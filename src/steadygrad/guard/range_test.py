@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.act.buffers import BufferKeeper
-from steadygrad.clip import Clipper
 from steadygrad.config import GuardConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Reading, Severity
@@ -27,6 +25,7 @@ from steadygrad.guard.breakdown import BreakdownWatch, keep_reporting
 from steadygrad.guard.moment import Moment
 from steadygrad.guard.rate_curve import RateCurve, RatePoint, read_curve
 from steadygrad.guard.rehearsal import MakeGuard, Rehearsal, draw_batches
+from steadygrad.guard.sides import DeviceSide
 from steadygrad.guard.training import Training
 from steadygrad.judgement import Judgement
 from steadygrad.measure.ranks import Ranks
@@ -50,12 +49,12 @@ class RangeTest:
         *,
         moment: Moment,
         ranks: Ranks,
-        clipper: Clipper | None,
-        buffers: BufferKeeper,
+        device: DeviceSide,
         judgement: Judgement,
     ) -> None:
         self._training, self._make_guard, self._moment, self._ranks = training, make_guard, moment, ranks
-        self._clipper, self._buffers, self._judgement = clipper, buffers, judgement
+        self._clipper, self._watched, self._buffers = device.clipper, device.watched, device.buffers
+        self._judgement = judgement
 
     def find_lr(
         self,
@@ -81,17 +80,18 @@ class RangeTest:
                 make_guard=self._make_guard,
                 extras={"scaler": training.scaler},
             )
-            curve = run_range(
-                rehearsal,
-                fn,
-                training.config,
-                start=start,
-                end=end,
-                steps=steps,
-                microbatches=microbatches,
-                scaler=training.scaler,
-                clip=None if self._clipper is None else self._clipper.state_dict(),
-            )
+            with self._watched.edits.aside():  # the program has not changed the weights
+                curve = run_range(
+                    rehearsal,
+                    fn,
+                    training.config,
+                    start=start,
+                    end=end,
+                    steps=steps,
+                    microbatches=microbatches,
+                    scaler=training.scaler,
+                    clip=None if self._clipper is None else self._clipper.state_dict(),
+                )
         finally:
             moment.logged = logged
         self._buffers.forget()  # the test's forwards changed them, and they were put back: copy them again

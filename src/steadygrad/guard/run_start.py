@@ -195,7 +195,7 @@ def _report_new_run(folder: Path, earlier: Path | None) -> Finding:
     where = "" if earlier is None else f"; its record is now in {earlier}"
     return Finding(
         kind="new_run",
-        severity=Severity.WARNING,
+        severity=Severity.INFO,  # about the directory: incidents are about training
         step=0,
         message=f"{folder} holds an earlier run, and this one starts from step 0{where}; its checkpoints stay",
         advice="Call guard.resume() before the first step to continue it, or give each run its own run_dir.",

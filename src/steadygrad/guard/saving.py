@@ -54,7 +54,7 @@ class Saver:
         """Settle which run this is, before a step or a save."""
         found = None if self._start is None else self._start.begin(self._moment.next_step)
         if found is not None and not self._training.off:
-            self._judgement.note(found)
+            self._judgement.note(found, write=True)
 
     def save(self, *, is_between: bool = False) -> Save | None:
         """Save the whole training, with the other guards in the same directory; report and return None on failure.

@@ -135,7 +135,7 @@ def build_host_side(
         recorder=Recorder([*sinks, *([] if files is None else files.sinks)]),
         own=own_detector,
         prover=prover,
-        speaker=None if training.off else Speaker(training.model),
+        speaker=None if training.off else Speaker(training.model, training.optimizers),
         is_first=ranks.is_first,
     )
     return HostSide(

@@ -73,7 +73,7 @@ class Watched:
             scaler=self._scaler,
             buffers=self._buffers,
         )
-        self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks, program=self.program)
+        self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks, program=self.program, edits=self.edits)
         self._signature = _sign(trained.optimizers)
 
     def compile(self) -> None:

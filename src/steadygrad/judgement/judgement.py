@@ -277,8 +277,9 @@ class Judgement:
 
     def _log(self, event: Event, also: Sequence[Finding] = (), *, level: int) -> None:
         finding, more = event.finding, "".join(f"; also {other.kind}: {other.message}" for other in also)
+        is_quiet = finding.severity is Severity.INFO and not find_kind(finding.kind).is_shown
         logger.log(
-            logging.INFO if finding.severity is Severity.INFO else level,
+            logging.INFO if is_quiet else level,
             "%s%s: %s%s (%s). %s",
             self._whose,
             finding.when,

@@ -21,6 +21,7 @@ from steadygrad.config import MeasureConfig
 from steadygrad.facts import Fact, GraphScan, MaskChange, Reading
 from steadygrad.measure import masks
 from steadygrad.measure.activations import ActivationWatch, PendingActivations
+from steadygrad.measure.edits import EditWatch
 from steadygrad.measure.gradient_access import GradientAccess
 from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
@@ -76,6 +77,7 @@ class PeriodicScans:
         *,
         ranks: Ranks | None = None,
         program: ProgramWatch | None = None,
+        edits: EditWatch | None = None,
     ) -> None:
         """`program`: what watches the program; it outlives this object, which is created again for new parameters."""
         self._trained, self._every = trained, config.scan_every
@@ -102,6 +104,7 @@ class PeriodicScans:
         self._first: list[Fact] = []
         masks.install()
         self._num_masks = masks.count_masks()
+        self._edits = edits
         self._has_begun = False
         self.num_since = 0
         """Number of optimizer steps since the weights were initialised or replaced."""
@@ -234,6 +237,9 @@ class PeriodicScans:
         step = reading.step
         if self._num_masks != masks.count_masks():
             self._num_masks = masks.count_masks()
+            facts.append(MaskChange(step=step))
+        if self._edits is not None and self._edits.first is not None and self._edits.first <= step:
+            self._edits = None  # once: a program may swap averaged weights in and out all the time
             facts.append(MaskChange(step=step))
         if looks.graph is not None:
             facts.append(looks.graph)

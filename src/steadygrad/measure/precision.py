@@ -20,6 +20,7 @@ from steadygrad.measure.graph import FAST_PATHS, may_enter
 from steadygrad.measure.quiet_hook import QuietHook, remove_hooks
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.hidden_hooks import hide_hooks
 from steadygrad.state.trained_parameters import TrainedParameters
 from steadygrad.state.tree import find_tensors
 from steadygrad.stats import median
@@ -144,6 +145,7 @@ class ForwardWatch:
 
     def _hook(self) -> None:
         for module in self._model.modules():
+            hide_hooks(module)
             self._hooks.append(module.register_forward_pre_hook(QuietHook(self._before_module, num_arguments=2)))
             self._hooks.append(module.register_forward_hook(QuietHook(self._after_module, num_arguments=3)))
         self._hooks.append(self._model.register_forward_pre_hook(QuietHook(self._before_model, num_arguments=2)))

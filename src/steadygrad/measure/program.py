@@ -59,7 +59,7 @@ class ProgramWatch:
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
-        self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch()
+        self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch(trained.model)
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
         self._time_first: TimeFirstWatch | None = None
@@ -115,6 +115,7 @@ class ProgramWatch:
         self._num_calls += 1
         if self._num_calls == 1:
             self._try(self._seeds.begin)
+        self._note_seeds()
         if self._num_calls == 1 and may_enter(self._model):
             self._time_first = TimeFirstWatch(self._model)
             if not self._is_inside and model is self._model:
@@ -126,6 +127,7 @@ class ProgramWatch:
             return
         self._next_step, self._is_inside, self._given = step, True, frozenset()
         self._has_function = True
+        self._note_seeds()
         if self._has_batch or not self._wants_batch(step):
             return
         tensors = list(find_tensors(args, kwargs))
@@ -145,6 +147,7 @@ class ProgramWatch:
         """A loss is about to be differentiated; `reshapes` and `cuts`: what was seen of the calls that made it."""
         if not self._every or loss.grad_fn is None or (self._loss is not None and self._loss() is loss):
             return
+        self._note_seeds()
         # Weak: a loss holds its graph.
         self._loss = weakref.ref(loss)
         self._next_step, self._has_batch = step, False
@@ -282,6 +285,10 @@ class ProgramWatch:
 
     def _is_recurrent(self) -> bool:
         return any(isinstance(one, nn.RNNBase) and not one.bidirectional for one in self._model.modules())
+
+    def _note_seeds(self) -> None:
+        if self._seeds.is_on:
+            self._try(self._seeds.note)
 
     def _try(self, call: Any, *args: Any) -> Any:
         """Call our own code; what fails says nothing."""

@@ -18,7 +18,7 @@ class QuietHook:
     """Calls a bound method, whose object it does not keep alive, and returns None; does nothing in a compiled graph."""
 
     is_quiet = True
-    """Read by `state/calls.py`, which leaves such hooks out of copies."""
+    """Read by `state/hidden_hooks.py`, which leaves such hooks out of copies."""
 
     def __init__(self, hear: Callable[..., None], *, num_arguments: int) -> None:
         self._hear, self._num_arguments = weakref.WeakMethod(hear), num_arguments

@@ -7,6 +7,7 @@ not wait for. Reads only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ WIDTH = NUM_NUMBERS + 1
 ROUNDING = 1e-5
 """Share of the whole gradient's norm up to which a parameter's own may be mere rounding, which need not move it. That
 of a bias before a BatchNorm is a sum that cancels: 1e-8 to 7e-7 of the whole, in float32 with batches of 8 to 256."""
+SPACING = 2.0**-24
+"""Share of a float32 weight below which a change is rounded off. With a coarser format `lost_updates` says so."""
 FAILED = 2.0
 """In place of whether its bits have changed: a rank could not scan, so the maximum over ranks says it to all."""
 
@@ -69,12 +72,14 @@ class PendingParameterScan:
             self._subjects = ()
         rows = [(subject, numbers[WIDTH * i : WIDTH * (i + 1)]) for i, subject in enumerate(self._subjects)]
         known = [(s.name, row[CHANGED]) for s, row in rows if s.is_trained and row[CHANGED] >= 0]
+        visible = {s.name for s, row in rows if s.name in pushed and pushed[s.name] > SPACING * row[NORM]}
+        visible = visible or set(pushed)  # with a rate that moves nothing at all, every parameter should have moved
         counts = {s: int(row[NONFINITE if not s.is_buffer or is_statistic(s.name) else NAN]) for s, row in rows}
         return ParameterScan(
             step=step,
             nonfinite_parameters={s.name: num for s, num in counts.items() if num and not s.is_buffer},
             nonfinite_buffers={s.name: num for s, num in counts.items() if num and s.is_buffer},
-            unchanged=tuple(name for name, changed in known if not changed and name in pushed),
+            unchanged=tuple(name for name, changed in known if not changed and name in visible),
             num_changed=sum(changed > 0 for _, changed in known),
             changed=tuple(name for name, changed in known if changed),
             norms={s.name: row[NORM] for s, row in rows if s.is_weighed},
@@ -97,6 +102,10 @@ class ParameterWatch:
         # RMSprop has no bias correction: its first steps are ten times what its rate says, and how far they move the
         # weights means nothing.
         odd = {id(p) for o in trained.optimizers if isinstance(o, torch.optim.RMSprop) for p in _held_by(o)}
+        # How far a gradient moves its weights, times the rate; a normalised step hardly depends on its size.
+        pairs = [(group, _step_length(o, group)) for o in trained.optimizers for group in o.param_groups]
+        lengths = {id(p): length for group, length in pairs for p in group["params"]}
+        self._lengths = {name: lengths[id(in_optimizer(p))] for name, p in trained.named}
         self._weighed = {name for name, p in trained.named if id(in_optimizer(p)) not in odd}
         self._last: tuple[list[str], Tensor] | None = None  # names and hashes of the previous scan
         self._looks: dict[torch.device, Looker] = {}
@@ -104,7 +113,8 @@ class ParameterWatch:
         self._signature: list[object] | None = None
         self._is_listed = self._is_listed_by_all = False
         self._still = set(self._groups)  # parameters that no step should have moved since the previous scan
-        self._pushed: dict[str, int] = {}  # those that a step should have moved, and that step
+        # Those that a step should have moved, that step, and how far it moves them with all that follow from it.
+        self._pushed: dict[str, tuple[int, float]] = {}
 
     def compile(self) -> None:
         """Compile or load the kernels of a scan now, and those that compare it with the one before."""
@@ -123,7 +133,8 @@ class ParameterWatch:
         for name, norm in zip(table.names, table.cells[::NUM_COLUMNS]):
             if norm > least and name in self._still and self._has_rate(name, reading.learning_rates):
                 self._still.remove(name)
-                self._pushed[name] = reading.step
+                rate = reading.learning_rates[self._groups[name]] * reading.clip_coefficient
+                self._pushed[name] = reading.step, rate * norm * self._lengths[name]
 
     def begin(self, *, shares_later: bool = False) -> PendingParameterScan:
         """Queue a scan of the current weights; waits for nothing.
@@ -172,10 +183,10 @@ class ParameterWatch:
         """Scan and read at once: one host read."""
         return self.begin().read(step)
 
-    def take_pushed(self, step: int) -> set[str]:
-        """Return the parameters that steps up to `step` should have moved since the previous scan, and start afresh."""
-        pushed = {name for name, when in self._pushed.items() if when <= step}
-        self._pushed = {name: when for name, when in self._pushed.items() if when > step}
+    def take_pushed(self, step: int) -> dict[str, float]:
+        """Return how far steps up to `step` should have moved parameters since the previous scan; start afresh."""
+        pushed = {name: length for name, (when, length) in self._pushed.items() if when <= step}
+        self._pushed = {name: push for name, push in self._pushed.items() if push[0] > step}
         self._still = set(self._groups) - self._pushed.keys()
         return pushed
 
@@ -360,6 +371,11 @@ def _count_nonfinite(tensor: Tensor, *, infinite: bool = True) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
     pieces = [_plain(piece) for piece in split_flat(tensor)]
     return torch.stack([(~p.isfinite() if infinite else p.isnan()).sum() for p in pieces]).sum().double()
+
+
+def _step_length(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
+    momentum = group["momentum"] if isinstance(optimizer, torch.optim.SGD) else 1.0
+    return 1 / (1 - momentum) if momentum < 1 else math.inf
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:

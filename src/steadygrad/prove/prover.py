@@ -32,7 +32,7 @@ from steadygrad.prove.comparison import NUM_QUICK, Comparison
 from steadygrad.prove.held import HeldSteps
 from steadygrad.prove.paired import PASS_FUNCTION, CannotTestError
 from steadygrad.prove.reference import References
-from steadygrad.prove.rule import find_excess
+from steadygrad.prove.rule import find_excess, is_spike_of_weights
 from steadygrad.prove.words import report_answer, report_spike
 
 NUM_FIRST = 16
@@ -329,6 +329,9 @@ class Prover:
             finding = dataclasses.replace(finding, severity=Severity.INFO)  # a single step, no sign of harm
         elif proof.answer is Answer.DAMAGED:
             self._open(_suspect_lasting(finding), step, is_reported=True)
+            limit = finding.evidence.get("highest")  # of the loss; an outlying gradient has none
+            if isinstance(limit, float) and not is_spike_of_weights(proof.now, proof.then, limit):
+                finding = dataclasses.replace(finding, severity=Severity.INFO)  # until the test shows lasting harm
         return report_spike(finding, proof)
 
     def _prove_spike(self, finding: Finding, step: int, captures: Sequence[Capture]) -> Proof:

@@ -53,12 +53,20 @@ def is_damaged(now: Sequence[float], then: Sequence[float], first: Sequence[floa
 
 
 def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:
-    """Return whether one step did harm worth a warning; `began_at`: the run's first loss, NaN if unknown."""
+    """Return whether one step did harm worth a look; `began_at`: the run's first loss, NaN if unknown."""
     if not is_worse(now, then, ratio=2 * config.ratio):  # a single batch is noisier than eight
         return False
     share = NOTABLE if min(then) > 0 else config.share  # a ratio means nothing for losses that may be negative
     # So written that an unknown start, NaN, counts as harm.
     return not find_excess(now, then) < share * abs(began_at - _mean(then))
+
+
+def is_spike_of_weights(now: Sequence[float], then: Sequence[float], limit: float) -> bool:
+    """Return whether a spike, a loss above `limit`, is one to the present weights and none to earlier ones.
+
+    A batch that is a spike to both is to blame itself; one that is a spike to neither has been learnt meanwhile.
+    """
+    return _mean(then) <= limit < _mean(now)
 
 
 def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
