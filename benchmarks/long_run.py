@@ -41,7 +41,7 @@ from steadygrad import Guard, GuardConfig, SnapshotConfig
 
 WARM_UP = 12
 """Unguarded steps before a Guard is created: compiling, autotuning and creating the optimizer's state."""
-TURNS = {"cuda": 250, "cpu": 70}
+TURNS = {"cuda": 250, "cpu": 130}
 """Steps of one way before the next way's turn."""
 POOL = 16
 """Number of different batches."""
@@ -101,7 +101,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     },
     "cpu": {
         "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64)),
-        "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32), steps=500),
+        "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32)),
         "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), steps=300),
     },
 }
