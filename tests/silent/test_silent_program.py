@@ -8,6 +8,7 @@ import cut_cases  # noqa: F401  (registers its cases)
 import loss_cases  # noqa: F401
 import mode_cases  # noqa: F401
 import pytest
+import sample_cases  # noqa: F401
 import seed_cases  # noqa: F401
 import stream_cases  # noqa: F401
 import text_cases  # noqa: F401
