@@ -44,6 +44,7 @@ FAMILIES = {
     "rank_agreement": "Ranks",
     "precision": "Number formats",
     "loss_program": "Loss, labels and masks",
+    "loss_targets": "Loss, labels and masks",
     "modes": "Train and eval mode",
     "stream": "The stream of batches",
     "eps_gradient": "Single gradients",

@@ -11,6 +11,7 @@ import pytest
 import sample_cases  # noqa: F401
 import seed_cases  # noqa: F401
 import stream_cases  # noqa: F401
+import target_cases  # noqa: F401
 import text_cases  # noqa: F401
 import traincheck_cases  # noqa: F401
 from program_case import CASES, run

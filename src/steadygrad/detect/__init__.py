@@ -33,6 +33,7 @@ from steadygrad.detect import loss_program as program
 from steadygrad.detect.base import FunctionRule, Rule, rule
 from steadygrad.detect.eps_gradient import EpsGradient
 from steadygrad.detect.instability import InstabilityForecast
+from steadygrad.detect.loss_targets import UnreachableTargets
 from steadygrad.detect.nonfinite import (
     NonfiniteBuffer,
     NonfiniteGradient,
@@ -117,6 +118,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         graph.DoubleSoftmax(),
         graph.AnomalyMode(),
         program.WrongLossInput(),
+        UnreachableTargets(),
         program.OneElementNorm(),
         program.MixedSamples(),
         program.VisibleLabels(),

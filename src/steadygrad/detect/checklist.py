@@ -25,7 +25,14 @@ CHECKS = (
     Check(
         "the loss, and what feeds it",
         ("LossScan",),
-        ("wrong_loss_input", "double_softmax", "silent_broadcast", "one_element_norm", "eps_gradient"),
+        (
+            "wrong_loss_input",
+            "unreachable_targets",
+            "double_softmax",
+            "silent_broadcast",
+            "one_element_norm",
+            "eps_gradient",
+        ),
     ),
     Check(
         "labels, against tokens and mask",

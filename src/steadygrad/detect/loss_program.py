@@ -48,6 +48,11 @@ def _judge_input(call: LossCall) -> tuple[str, str] | None:
             f"nll_loss gets {what} and expects log-probabilities: it is negative without a bound, or stays near -1",
             "Use F.cross_entropy on the logits, or log_softmax before nll_loss.",
         )
+    if call.op in ("ctc_loss", "kl_div") and call.fed_by in RAW:
+        return (
+            f"{call.op} gets the output of a {call.fed_by} and expects log-probabilities",
+            "Put log_softmax over the classes before it.",
+        )
     if call.op == "nll_loss" and call.softmax_dim is not None and len(call.shape) > 1 and call.softmax_dim != 1:
         return (
             f"the softmax before nll_loss runs over dimension {call.softmax_dim} of {call.shape}, the samples, and not "

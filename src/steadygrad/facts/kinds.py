@@ -56,7 +56,15 @@ _NOT_OF_SETTINGS = (
     *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save"),
     *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
     *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise"),  # number formats
-    *("wrong_loss_input", "one_element_norm", "mixed_samples", "shifted_labels", "padding_in_loss", "lost_ends"),
+    *(
+        "wrong_loss_input",
+        "unreachable_targets",
+        "one_element_norm",
+        "mixed_samples",
+        "shifted_labels",
+        "padding_in_loss",
+        "lost_ends",
+    ),
     *("swapped_mask", "eval_while_training", "train_mode_validation", "dropout_in_evaluation", "repeated_batch"),
     *("norm_in_evaluation",),
     *("repeated_order", "sorted_labels", "independent_labels", "changed_dataset", "single_row"),

@@ -42,6 +42,25 @@ class LossScan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TargetScan:
+    """The targets of one loss, against what its output, or the loss itself, can express."""
+
+    step: int
+    op: str
+    """'mse_loss', 'binary_cross_entropy_with_logits', 'cosine_embedding_loss', ..."""
+    fed_by: str
+    """The activation that made the output, if the range is that of the activation: 'relu'."""
+    low: float
+    high: float
+    lowest: float
+    highest: float
+    lost: float
+    """Mean squared distance of the targets from the range, as a share of that and their variance together."""
+    where: str = ""
+    """file:line, or empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Divisions:
     """The divisions in the graph of a step."""
 
@@ -248,6 +267,7 @@ class SingleSample:
 
 ProgramFact = (
     LossScan
+    | TargetScan
     | Divisions
     | LabelScan
     | LabelDependence

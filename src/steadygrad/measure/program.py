@@ -24,6 +24,7 @@ from steadygrad.measure.divisors import PendingDivisions, scan_divisors
 from steadygrad.measure.graph import CallWatch, may_enter
 from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
 from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
+from steadygrad.measure.loss_targets import LossTarget, PendingTargets, find_loss_targets
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.next_token import NextTokenWatch
@@ -43,7 +44,9 @@ NUM_FULL = 3
 """Backwards whose labels are compared with tokens and mask."""
 NUM_DIVISORS = 64
 """Divisions of the first graph that are looked at."""
-Pending = PendingLabels | PendingDivisions | PendingRestored
+NUM_TARGETS = 4
+"""Losses of a backward whose targets are looked at."""
+Pending = PendingLabels | PendingDivisions | PendingRestored | PendingTargets
 NUM_LABELS = 64
 """Backwards whose labels are looked at, if there is one for each sample; later ones with the periodic scans."""
 
@@ -77,6 +80,8 @@ class ProgramWatch:
         self._loss: weakref.ref[Tensor] | None = None
         self.loss_places: Mapping[str, str] = {}
         """Loss functions that the first step called, and where; only known where its calls could be watched."""
+        self.loss_targets: Sequence[LossTarget] = ()
+        """Targets of losses that the first step called and that leave no node of their own; likewise."""
 
     def compile(self, device: torch.device) -> None:
         """Load the kernels of the looks at batch and labels now: on CUDA each costs milliseconds when first used."""
@@ -221,10 +226,15 @@ class ProgramWatch:
         if number == 0:
             self._may_differentiate = self._reshapes is not None and not self._reshapes.has_hooks
             calls = tuple(_place(call, self.loss_places) for call in look.calls)
+            calls += tuple(LossCall(op=one.op, fed_by=one.fed_by, where=one.where) for one in self.loss_targets)
             scan = LossScan(step=step, calls=calls, one_element_norms=find_one_element_norms(loss))
             self._facts.append((step, scan))
             self._facts += [(step, fact) for fact in self._find_mixed(step, look.labels, args, kwargs)]
             self._facts.append((step, scan_divisors(list(itertools.islice(find_divisors(loss), NUM_DIVISORS)))))
+        if is_full:
+            seen, self.loss_targets = self.loss_targets, ()
+            targets = [*seen, *itertools.islice(find_loss_targets(loss), NUM_TARGETS)]
+            self._facts += [(step, PendingTargets(one, self._transfer)) for one in targets]
         self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
