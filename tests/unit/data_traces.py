@@ -51,6 +51,7 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "unreachable_targets": (lambda: [TargetScan(step=t, **BEHIND_RELU) for t in (0, 1, 2, 100)], 0),
     "one_element_norm": (lambda: [LossScan(step=0, one_element_norms=("group_norm",))], 0),
     "mixed_samples": (lambda: [MixedAxes(step=0, what="a reshape", kind="reshape")], 0),
+    "mixed_channels": (lambda: [MixedAxes(step=0, what="a reshape", kind="channels")], 0),
     "visible_labels": (lambda: [VisibleLabel(step=2, place=6, share=0.5)], 2),
     "shifted_labels": (lambda: [labels(matches={0: 0.1, 1: 0.1, 2: 1.0})], 0),
     "padding_in_loss": (lambda: [labels(num_at_padding=32)], 0),

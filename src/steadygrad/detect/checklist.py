@@ -47,7 +47,7 @@ CHECKS = (
             "visible_labels",
         ),
     ),
-    Check("samples kept apart", ("LossScan",), ("mixed_samples", "single_row")),
+    Check("samples and channels kept apart", ("LossScan",), ("mixed_samples", "mixed_channels", "single_row")),
     Check(
         "train and eval mode",
         ("ModeScan",),
@@ -65,7 +65,7 @@ CHECKS = (
             *("unregistered_layers", "missing_gradient", "unchanged_parameter", "partial_overlap", "out_of_reach"),
             *("untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save", "idle_average"),
             "stale_statistics",
-            *("restored_weights", "partial_save"),
+            *("restored_weights", "partial_save", "equal_units"),
         ),
     ),
     Check(

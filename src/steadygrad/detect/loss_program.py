@@ -59,6 +59,12 @@ def _judge_input(call: LossCall) -> tuple[str, str] | None:
             "over the classes: samples compete with each other",
             "Use dim=1 (or F.cross_entropy on the logits).",
         )
+    if call.op == "nll_loss" and call.reshaped_from:
+        return (
+            f"cross_entropy gets scores of {call.reshaped_from} that were reshaped to {call.shape}: a reshape moves no "
+            "element, so each score stands for another class and another place",
+            "Use transpose(1, 2), movedim(-1, 1) or permute, or flatten the places: scores.flatten(0, 1).",
+        )
     if call.op == "nll_loss" and call.fed_by == "log_softmax" and call.softmax_fed_by == "sigmoid":
         return (
             "cross_entropy gets the output of a sigmoid: logits between 0 and 1 can never be certain",
@@ -122,11 +128,32 @@ class MixedSamples(OnceRule[MixedAxes]):
 
     def judge(self, fact: MixedAxes) -> Finding | None:
         """Return the finding, with the shapes."""
+        if fact.kind == "channels":
+            return None
         why, fix = MIXED[fact.kind]
         return self.report(
             step=fact.step,
             message=f"{fact.what}{at(fact.where)}{why}",
             advice=fix,
+            evidence={"what": fact.what, "where": fact.where},
+        )
+
+
+class MixedChannels(OnceRule[MixedAxes]):
+    """A convolution gets channels that a reshape has mixed with the places of the image."""
+
+    name = "mixed_channels"
+    hears = (MixedAxes,)
+
+    def judge(self, fact: MixedAxes) -> Finding | None:
+        """Return the finding, with the shapes."""
+        if fact.kind != "channels":
+            return None
+        return self.report(
+            step=fact.step,
+            message=f"{fact.what}{at(fact.where)} is to put the channels before the places and moves no element: each "
+            "channel that the convolution gets holds pieces of all of them",
+            advice="Move the axis with permute(0, 3, 1, 2), movedim(-1, 1) or transpose(1, 2), and reshape afterwards.",
             evidence={"what": fact.what, "where": fact.where},
         )
 

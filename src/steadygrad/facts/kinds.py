@@ -53,7 +53,7 @@ _NOT_OF_SETTINGS = (
     ),
     *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),  # calls and schedule
     *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
-    *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save"),
+    *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save", "equal_units"),
     *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
     *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise"),  # number formats
     *(
@@ -61,6 +61,7 @@ _NOT_OF_SETTINGS = (
         "unreachable_targets",
         "one_element_norm",
         "mixed_samples",
+        "mixed_channels",
         "shifted_labels",
         "padding_in_loss",
         "lost_ends",

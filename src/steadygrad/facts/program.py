@@ -26,6 +26,8 @@ class LossCall:
     expanded_from: tuple[int, ...] = ()
     """Shape of the prediction before it was expanded to that of the target; empty if it was not."""
     expanded_to: tuple[int, ...] = ()
+    reshaped_from: tuple[int, ...] = ()
+    """Shape with the classes last, if a reshape that moved no element put them second."""
     where: str = ""
     """file:line, or empty."""
 
@@ -122,8 +124,9 @@ class MixedAxes:
     what: str
     """'reshape of (32, 6, 8) to (6, 32, 8)'"""
     kind: str
-    """'reshape': axes exchanged by a reshape; 'batch_first': a layer that expects time first got samples first;
-    'gradient': one sample's output has a gradient with respect to other samples."""
+    """'reshape': axes exchanged by a reshape; 'channels': those of an image, before a convolution; 'batch_first': a
+    layer that expects time first got samples first; 'gradient': one sample's output has a gradient with respect to
+    other samples."""
     where: str = ""
 
 

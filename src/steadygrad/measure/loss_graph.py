@@ -8,6 +8,7 @@ whole graph. Only before backward: afterwards the saved tensors are gone. Reads 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ VIEWS = frozenset(
     )
 )
 """Ops that move values and do not change them."""
+RESHAPES = frozenset(("View", "UnsafeView", "ReshapeAlias"))
 NAMES = {"Addmm": "linear", "Mm": "linear", "Linear": "linear", "Convolution": "convolution", "Bmm": "matmul"}
 _ENDING = re.compile(r"Backward\d*$")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -95,6 +97,7 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
         if fed_by in ("LogSoftmax", "Softmax") and shape:
             dim = None if moved else _sign(inner._saved_dim) % len(shape)
             deeper = pass_views(inner.next_functions[0][0])[0]
+        reshaped = _find_moved_classes(inner) if fed_by == "LogSoftmax" else ()
         expanded = _find_expanded(node.next_functions[0][0])
         calls.append(
             LossCall(
@@ -105,6 +108,7 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
                 softmax_fed_by="" if deeper is None else spell(shorten(deeper)),
                 expanded_from=expanded[0],
                 expanded_to=expanded[1],
+                reshaped_from=reshaped,
                 where=where,
             )
         )
@@ -219,6 +223,26 @@ def _find_expanded(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), ()
     before, after = find_shape(node.next_functions[0][0]), find_shape(node)
     return (before, after) if before != after else ((), ())
+
+
+def _find_moved_classes(softmax: Any) -> tuple[int, ...]:
+    """Return the shape of scores, classes last, that were reshaped right before a softmax to have them second."""
+    node = softmax.next_functions[0][0]
+    if node is None or shorten(node) not in RESHAPES or node.next_functions[0][0] is None:
+        return ()
+    before, after = find_shape(node.next_functions[0][0]), find_shape(node)
+    return before if moves_last_to_second(before, after) else ()
+
+
+def moves_last_to_second(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Return whether a reshape moves the last axis to the second place, and keeps the size of what is between.
+
+    >>> moves_last_to_second((8, 49, 32), (8, 32, 7, 7)), moves_last_to_second((8, 32, 49), (8, 32, 7, 7))
+    (True, False)
+    """
+    if len(before) < 3 or len(after) < 3 or before[0] != after[0] or before[1] == after[1]:
+        return False
+    return before[-1] == after[1] > 1 and math.prod(before[1:-1]) == math.prod(after[2:]) > 1
 
 
 def find_shape(node: Any) -> tuple[int, ...]:
