@@ -71,7 +71,10 @@ CHECKS = (
     Check(
         "the order of calls, and the schedule",
         ("CallScan",),
-        ("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate", "stale_gradient"),
+        (
+            *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),
+            *("stale_gradient", "foreign_schedule", "doubled_schedule"),
+        ),
     ),
     Check(
         "number formats",

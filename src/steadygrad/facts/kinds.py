@@ -51,7 +51,15 @@ _NOT_OF_SETTINGS = (
         "added_gradients",
         "dropped_gradients",
     ),
-    *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),  # calls and schedule
+    *(
+        "divided_twice",
+        "scaled_gradient",
+        "cleared_gradient",
+        "useless_clip",
+        "vanished_rate",
+        "foreign_schedule",
+        "doubled_schedule",
+    ),  # calls and schedule
     *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
     *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save", "equal_units"),
     *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
