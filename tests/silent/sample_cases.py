@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from program_case import Train, adam, case, clusters
+from program_case import Train, adam, case, clusters, mlp
 from torch import Tensor, nn
 
 Built = tuple[nn.Module, torch.optim.Optimizer, Train]
@@ -46,5 +46,80 @@ def as_many_steps_behind_a_convolution(bug: bool) -> Built:
     def train(guard: Any) -> None:
         for x, y in clusters(6, rows=8):
             guard.step(lambda x, y: F.cross_entropy(model(x), y), x.repeat(1, 4)[:, None], y)
+
+    return model, adam(model), train
+
+
+def _train_on_tables(loss: Any, make_column: Any, num: int = 70) -> Train:
+    """Train on points of four classes beside a column that is made from their labels."""
+
+    def train(guard: Any) -> None:
+        for x, y in clusters(num):
+            guard.step(loss, torch.cat([x, make_column(y).float()[:, None]], 1), y)
+
+    return train
+
+
+@case("labels_in_inputs", "the column of the target was not dropped from the features")
+def label_among_the_features(bug: bool) -> Built:
+    model = mlp(9, 16, 4)
+    column = (lambda y: y) if bug else (lambda y: y[torch.randperm(len(y))])
+    return model, adam(model), _train_on_tables(lambda x, y: F.cross_entropy(model(x), y), column)
+
+
+@case("labels_in_inputs", "the same for two classes and a table that was standardised with its target")
+def standardised_label_among_the_features(bug: bool) -> Built:
+    model = mlp(9, 16, 1)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(x), (y > 1).float()[:, None])
+
+    def column(y: Tensor) -> Tensor:
+        return ((y > 1).float() - 0.5) / 0.47 if bug else y % 2
+
+    return model, adam(model), _train_on_tables(loss, column)
+
+
+@case(None, "a feature that tells the class in all but a few rows")
+def a_very_good_feature(bug: bool) -> Built:
+    model = mlp(9, 16, 4)
+    train = _train_on_tables(
+        lambda x, y: F.cross_entropy(model(x), y), lambda y: torch.where(torch.rand(len(y)) < 0.99, y, 3 - y)
+    )
+    return model, adam(model), train
+
+
+@case(None, "the number of the task is a feature, and each task has labels of its own; another is a time in seconds")
+def tasks_and_times(bug: bool) -> Built:
+    model = mlp(10, 16, 4)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        times = 1.7e9 + 1e4 * torch.rand(len(y), 1)
+        return F.cross_entropy(model(torch.cat([x, times], 1)) / 1e9, y)
+
+    return model, adam(model), _train_on_tables(loss, lambda y: y // 2)
+
+
+@case(None, "an event so rare that a feature follows it by chance")
+def rare_events(bug: bool) -> Built:
+    model = mlp(9, 16, 2)
+
+    def train(guard: Any) -> None:
+        for step, (x, _) in enumerate(clusters(70)):
+            rare = torch.zeros(16, dtype=torch.long)
+            rare[0] = step % 20 == 3
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), torch.cat([x, rare[:, None].float()], 1), rare)
+
+    return model, adam(model), train
+
+
+@case(None, "the value to predict is one of two coordinates: a boundary condition of a differential equation")
+def boundary_values(bug: bool) -> Built:
+    model = mlp(2, 16, 1)
+
+    def train(guard: Any) -> None:
+        for _ in range(70):
+            x = torch.rand(16, 2)
+            guard.step(lambda x: F.mse_loss(model(x), x[:, :1]), x)
 
     return model, adam(model), train

@@ -9,6 +9,7 @@ from steadygrad.facts import Fact
 from steadygrad.facts.program import (
     LabelDependence,
     LabelScan,
+    LeakedLabel,
     LossCall,
     LossScan,
     MixedAxes,
@@ -52,6 +53,7 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "one_element_norm": (lambda: [LossScan(step=0, one_element_norms=("group_norm",))], 0),
     "mixed_samples": (lambda: [MixedAxes(step=0, what="a reshape", kind="reshape")], 0),
     "mixed_channels": (lambda: [MixedAxes(step=0, what="a reshape", kind="channels")], 0),
+    "labels_in_inputs": (lambda: [LeakedLabel(step=63, tensor="0", column=3, num_rows=1024)], 63),
     "visible_labels": (lambda: [VisibleLabel(step=2, place=6, share=0.5)], 2),
     "shifted_labels": (lambda: [labels(matches={0: 0.1, 1: 0.1, 2: 1.0})], 0),
     "padding_in_loss": (lambda: [labels(num_at_padding=32)], 0),

@@ -123,6 +123,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         program.MixedSamples(),
         program.MixedChannels(),
         program.VisibleLabels(),
+        program.LabelsInInputs(),
         program.ShiftedLabels(),
         program.PaddingInLoss(),
         program.LostEnds(),

@@ -45,6 +45,7 @@ CHECKS = (
             "sorted_labels",
             "constant_labels",
             "visible_labels",
+            "labels_in_inputs",
         ),
     ),
     Check("samples and channels kept apart", ("LossScan",), ("mixed_samples", "mixed_channels", "single_row")),

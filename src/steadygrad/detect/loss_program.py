@@ -8,7 +8,7 @@ from __future__ import annotations
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Finding
-from steadygrad.facts.program import LabelScan, LossCall, LossScan, MixedAxes, VisibleLabel
+from steadygrad.facts.program import LabelScan, LeakedLabel, LossCall, LossScan, MixedAxes, VisibleLabel
 
 RAW = frozenset(("linear", "convolution", "softmax", "sigmoid", "relu", "tanh"))
 """Ops whose output is not a log-probability."""
@@ -216,6 +216,23 @@ class VisibleLabels(OnceRule[VisibleLabel]):
             advice="Hide later tokens in every layer that mixes places: is_causal=True, or a mask above the diagonal "
             "added before the softmax; pad a convolution on the left only; no bidirectional layer.",
             evidence={"place": fact.place, "share": fact.share},
+        )
+
+
+class LabelsInInputs(OnceRule[LeakedLabel]):
+    """A column of the input table is the label: the model learns to copy it, and fails where the label is not known."""
+
+    name = "labels_in_inputs"
+    hears = (LeakedLabel,)
+
+    def judge(self, fact: LeakedLabel) -> Finding | None:
+        """Return the finding, with the column."""
+        return self.report(
+            step=fact.step,
+            message=f"column {fact.column} of the input follows the label exactly, in all {fact.num_rows} rows: "
+            "the model learns to copy it",
+            advice="Leave the label's column out of the features; a model that is to be used has no label to read.",
+            evidence={"column": fact.column, "num_rows": fact.num_rows, "tensor": fact.tensor},
         )
 
 

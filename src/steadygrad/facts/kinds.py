@@ -77,7 +77,7 @@ _NOT_OF_SETTINGS = (
     *("swapped_mask", "eval_while_training", "train_mode_validation", "dropout_in_evaluation", "repeated_batch"),
     *("norm_in_evaluation",),
     *("repeated_order", "sorted_labels", "independent_labels", "changed_dataset", "single_row"),
-    *("eps_gradient", "constant_labels", "visible_labels", "repeated_seed"),
+    *("eps_gradient", "constant_labels", "visible_labels", "labels_in_inputs", "repeated_seed"),
     *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these
     *("frequent_clipping", "many_skips", "frequent_actions", "asked_for"),  # what was done
     *("resumed", "new_run", "checkpoint_failed", "infinite_state", "run_directory_lost", "uncopied_state"),

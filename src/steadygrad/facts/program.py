@@ -131,6 +131,18 @@ class MixedAxes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeakedLabel:
+    """A column of the input table that follows the labels exactly."""
+
+    step: int
+    tensor: str
+    """Path inside the model's arguments."""
+    column: int
+    num_rows: int
+    """Rows that were compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleLabel:
     """A language model's output that depends on the token it is to predict."""
 
@@ -276,6 +288,7 @@ ProgramFact = (
     | LabelDependence
     | MixedAxes
     | VisibleLabel
+    | LeakedLabel
     | RepeatedSeed
     | CutGraph
     | ModeScan

@@ -23,6 +23,7 @@ from steadygrad.measure.dependence import STARTS, DependenceWatch
 from steadygrad.measure.divisors import PendingDivisions, scan_divisors
 from steadygrad.measure.graph import CallWatch, may_enter
 from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
+from steadygrad.measure.leaks import LeakWatch
 from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
 from steadygrad.measure.loss_targets import LossTarget, PendingTargets, find_loss_targets
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
@@ -62,6 +63,7 @@ class ProgramWatch:
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
+        self._leaks = LeakWatch(transfer)
         self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch()
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
@@ -163,7 +165,9 @@ class ProgramWatch:
         is_scan = step % self._every == 0
         if number < NUM_FULL or is_scan or self._row_gradients.wants_more or self._next_token.wants_more:
             self._try(self._look, step, loss, number, True)
-        elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
+        elif self._leaks.wants_more or (
+            self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS))
+        ):
             self._try(self._look, step, loss, number, False)
         # Do not keep the batch alive beyond its backward.
         self._call = None
@@ -204,7 +208,7 @@ class ProgramWatch:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
             facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
-        for watch in (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token):
+        for watch in (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token, self._leaks):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []
         return facts
@@ -249,6 +253,8 @@ class ProgramWatch:
                 transfer=self._transfer,
             )
             self._facts.append((step, pending))
+        if self._leaks.wants_more:
+            self._try(self._leaks.note, step, loss, look.labels, args, kwargs)
         if len(look.labels) == 1:
             self._dependence.note(step, self._last_loss, look.labels[0], args, kwargs)
             if self._may_differentiate and (number == 1 or self._row_gradients.wants_more):
