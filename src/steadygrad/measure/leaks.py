@@ -24,7 +24,7 @@ from steadygrad.state.tree import find_tensors
 NUM_FIRST, NUM_ALL = 4, 64
 """Batches after which most programs are done, and after which the result is final."""
 FEWEST_ROWS, FEWEST_OF_CLASS = 512, 16
-"""Rows, and rows outside of the commonest label, below which a column may follow the labels by chance."""
+"""Rows, and rows with the rarer of the first label and the others, below which a column may follow it by chance."""
 UNEXPLAINED = 1e-6
 """Share of a column's variance that the label may leave: rounding of float32 leaves 1e-12, of bfloat16 1e-6."""
 SUSPICIOUS = 0.01
