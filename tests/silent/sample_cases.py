@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,5 +122,75 @@ def boundary_values(bug: bool) -> Built:
         for _ in range(70):
             x = torch.rand(16, 2)
             guard.step(lambda x: F.mse_loss(model(x), x[:, :1]), x)
+
+    return model, adam(model), train
+
+
+class Positions(nn.Module):
+    """Encodings of [place, 1, feature], time first as in torch's tutorial, in front of attention."""
+
+    def __init__(self, add: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.out, self.add = nn.Linear(4, 6), nn.Linear(6, 4), add
+        self.register_buffer("table", torch.randn(64, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.add(self.inner(x), self.table)
+        return self.out(((h @ h.transpose(1, 2)).softmax(-1) @ h).mean(1))
+
+
+@case("mixed_samples", "pytorch tutorial's PositionalEncoding, time first, in a model that is batch first")
+def positions_of_samples(bug: bool) -> Built:
+    def add(x: Tensor, table: Tensor) -> Tensor:
+        return x + table[: x.size(0)] if bug else x + table[: x.size(1)].transpose(0, 1)
+
+    model = Positions(add)
+
+    def train(guard: Any) -> None:
+        for x, y in clusters(5):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x.view(16, 2, 4), y)
+
+    return model, adam(model), train
+
+
+@case(None, "the same encodings in a model that is time first")
+def positions_of_steps(bug: bool) -> Built:
+    class TimeFirst(Positions):
+        def forward(self, x: Tensor) -> Tensor:
+            h = (self.inner(x.transpose(0, 1)) + self.table[: x.size(1)]).transpose(0, 1)
+            return self.out(((h @ h.transpose(1, 2)).softmax(-1) @ h).mean(1))
+
+    model = TimeFirst(lambda x, table: x)
+
+    def train(guard: Any) -> None:
+        for x, y in clusters(5):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x.view(16, 2, 4), y)
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x.view(16, 2, 4).repeat(1, 8, 1), y)
+
+    return model, adam(model), train
+
+
+@case(None, "the first of many vectors that belong to the samples: a short batch takes as many as it has")
+def conditions_of_samples(bug: bool) -> Built:
+    model, many = Positions(lambda x, table: x + many[: x.size(0)]), torch.randn(64, 1, 6)
+
+    def train(guard: Any) -> None:
+        for x, y in clusters(5):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x.view(16, 2, 4), y)
+
+    return model, adam(model), train
+
+
+@case(None, "words of a sentence have a place and a tag each, in a batch of one sentence")
+def places_in_one_sentence(bug: bool) -> Built:
+    class Tagger(Positions):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out((self.inner(x)[:, None] + self.table[: len(x)])[:, 0])
+
+    model = Tagger(lambda x, table: x)
+
+    def train(guard: Any) -> None:
+        for x, y in clusters(5):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x[:, :4], y)
 
     return model, adam(model), train

@@ -112,6 +112,10 @@ MIXED = {
         " with as many time steps as there are samples: each sample reads the others as its past",
         "Create the layer with batch_first=True, or transpose its input.",
     ),
+    "positions": (
+        " gives each sample the encoding of its place in the batch, and all of its time steps the same one",
+        "Slice by the length of the sequence, and add along it: table[:x.size(1)].transpose(0, 1), shape (1, T, D).",
+    ),
     "gradient": (
         ": samples see each other, and the model cannot be used for a single one",
         "Look for an operation over dimension 0 (mean, softmax, attention, cumsum) or a reshape after a transpose.",

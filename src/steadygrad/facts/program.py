@@ -126,7 +126,7 @@ class MixedAxes:
     kind: str
     """'reshape': axes exchanged by a reshape; 'channels': those of an image, before a convolution; 'batch_first': a
     layer that expects time first got samples first; 'gradient': one sample's output has a gradient with respect to
-    other samples."""
+    other samples; 'positions': encodings of time steps are added to samples."""
     where: str = ""
 
 

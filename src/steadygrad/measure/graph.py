@@ -66,6 +66,7 @@ class GraphWatch:
         try:
             if self._mode is None and may_enter(self._trained.model):
                 buffers = {id(b) for b in self._trained.model.buffers()}
+                self.reshapes.constants = buffers
                 self._mode = CallWatch(SuspiciousOps(constants=buffers), self.reshapes, self.cuts)
         except Exception:
             self._mode = None

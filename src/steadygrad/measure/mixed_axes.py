@@ -9,7 +9,7 @@ mixes them with the places. Shapes only; the first training forward only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ SCALINGS = frozenset(
     )
 )
 """What may stand between a reshape of the data and the convolution."""
+SUMS = frozenset(("add", "__add__", "__radd__", "__iadd__", "add_"))
 HOOKS = frozenset(("register_hook", "retain_grad"))
 TIME_FIRST = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -44,6 +45,10 @@ class ReshapeWatch:
         self._padded: Any = WeakTensorKeyDictionary()
         self._channels: Any = WeakTensorKeyDictionary()  # tensors whose channels were moved by a reshape
         self.found_channels: list[tuple[str, str]] = []
+        self.constants: Collection[int] = ()
+        """Identities of the model's buffers."""
+        self._prefixes: Any = WeakTensorKeyDictionary()  # the first rows of a buffer or parameter
+        self.found_positions: list[tuple[int, str, str]] = []
         self.has_hooks = False
         """Whether a backward of our own through this graph would be noticed: by hooks on tensors, or by recomputing."""
 
@@ -66,6 +71,29 @@ class ReshapeWatch:
             self.found_channels += [self._channels[source]] if name in CONVOLUTIONS else []
             if name in SCALINGS and result.shape == source.shape:
                 self._channels[result] = self._channels[source]
+        elif name == "__getitem__" and isinstance(source, Tensor) and _is_prefix(source, args[1]):
+            if isinstance(source, nn.Parameter) or id(source) in self.constants:
+                self._prefixes[result] = True
+        elif name in SUMS and len(args) > 1:
+            self._compare_positions(args[0], args[1])
+
+    def _compare_positions(self, left: Any, right: Any) -> None:
+        """Note a sum in which the first rows of a table are broadcast over the second axis."""
+        for table, other in ((left, right), (right, left)):
+            if not isinstance(table, Tensor) or not isinstance(other, Tensor) or table not in self._prefixes:
+                continue
+            num, shapes = len(other), (tuple(table.shape), tuple(other.shape))
+            if other.dim() == 3 and other.shape[1] not in (1, num) and shapes[0] == (num, 1, other.shape[2]):
+                what = f"a sum of {shapes[1]} and the first {num} rows of a table, {shapes[0]},"
+                self.found_positions.append((num, what, find_caller()))
+
+    def report_positions(self, step: int, num_labels: int) -> list[MixedAxes]:
+        """Return a sum that treats the samples, one for each of the `num_labels` labels, as time steps."""
+        return [
+            MixedAxes(step=step, kind="positions", what=what, where=where)
+            for num, what, where in self.found_positions[:1]
+            if num == num_labels
+        ]
 
     def report(self, step: int, num_rows: int) -> list[MixedAxes]:
         """Return those in which the batch, of `num_rows` samples, is one of the two axes."""
@@ -75,6 +103,13 @@ class ReshapeWatch:
             for source, result, where in self.found[:1]
             if num_rows in (source[0], result[0])
         ]
+
+
+def _is_prefix(source: Tensor, index: Any) -> bool:
+    """Return whether `source[index]` takes the first rows of a longer table."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    is_first = isinstance(first, slice) and not first.start and first.step is None and isinstance(first.stop, int)
+    return is_first and source.dim() == 3 and 0 < first.stop < len(source)
 
 
 def _is_free(source: Tensor) -> bool:

@@ -280,6 +280,7 @@ class ProgramWatch:
         num_rows = num_labels or (len(tensors[0]) if tensors else 0)
         if self._reshapes is not None:
             found += self._reshapes.report(step, num_rows)
+            found += self._reshapes.report_positions(step, num_labels)
         if self._time_first is not None:
             self._time_first.close()
             if num_labels and tensors and len(tensors[0]) == num_labels:
@@ -290,6 +291,7 @@ class ProgramWatch:
     def _watch_reshapes(self) -> None:
         """Watch the calls that the model makes, where no mode is around the whole step."""
         self._reshapes, self._cuts = ReshapeWatch(), CutWatch()
+        self._reshapes.constants = {id(buffer) for buffer in self._model.buffers()}
         watch_one_call(self._model, CallWatch(SuspiciousOps(), self._reshapes, self._cuts), lambda: None)
 
     def _name_trained(self) -> dict[int, str]:
