@@ -230,13 +230,15 @@ class ProgramWatch:
         if number == 0:
             self._may_differentiate = self._reshapes is not None and not self._reshapes.has_hooks
             calls = tuple(_place(call, self.loss_places) for call in look.calls)
-            calls += tuple(LossCall(op=one.op, fed_by=one.fed_by, where=one.where) for one in self.loss_targets)
             scan = LossScan(step=step, calls=calls, one_element_norms=find_one_element_norms(loss))
             self._facts.append((step, scan))
             self._facts += [(step, fact) for fact in self._find_mixed(step, look.labels, args, kwargs)]
             self._facts.append((step, scan_divisors(list(itertools.islice(find_divisors(loss), NUM_DIVISORS)))))
         if is_full:
+            # In a script they are known by the second backward only.
             seen, self.loss_targets = self.loss_targets, ()
+            calls = tuple(LossCall(op=one.op, fed_by=one.fed_by, where=one.where) for one in seen)
+            self._facts += [(step, LossScan(step=step, calls=calls))] if calls else []
             targets = [*seen, *itertools.islice(find_loss_targets(loss), NUM_TARGETS)]
             self._facts += [(step, PendingTargets(one, self._transfer)) for one in targets]
         self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
