@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 
-import cut_cases  # noqa: F401  (registers its cases)
+import axis_cases  # noqa: F401  (registers its cases)
+import cut_cases  # noqa: F401
 import loss_cases  # noqa: F401
 import mode_cases  # noqa: F401
 import pytest
+import sample_cases  # noqa: F401
 import seed_cases  # noqa: F401
 import stream_cases  # noqa: F401
+import target_cases  # noqa: F401
 import text_cases  # noqa: F401
 import traincheck_cases  # noqa: F401
+import unit_cases  # noqa: F401
 from program_case import CASES, run
 
 FAULTY = [name for name, one in CASES.items() if one.kind is not None]

@@ -9,6 +9,7 @@ from steadygrad.facts import Fact
 from steadygrad.facts.program import (
     LabelDependence,
     LabelScan,
+    LeakedLabel,
     LossCall,
     LossScan,
     MixedAxes,
@@ -18,9 +19,19 @@ from steadygrad.facts.program import (
     SingleSample,
     StoredDataChange,
     StreamScan,
+    TargetScan,
     VisibleLabel,
 )
 
+BEHIND_RELU: dict[str, Any] = {
+    "op": "mse_loss",
+    "fed_by": "relu",
+    "low": 0,
+    "high": 9,
+    "lowest": -2,
+    "highest": 2,
+    "lost": 0.3,
+}
 IN_PLACE: dict[str, Any] = {"name": "Set.x", "changed_share": 1.0, "correlation": 1.0, "mean": (0, -2), "std": (1, 0.5)}
 STREAM: dict[str, Any] = {"step": 40, "tensor": "0", "num_batches": 40, "num_workers": 2, "shuffles": True}
 
@@ -38,8 +49,11 @@ def sorted_labels() -> list[Fact]:
 
 DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "wrong_loss_input": (lambda: [LossScan(step=0, calls=(LossCall(op="nll_loss", fed_by="softmax"),))], 0),
+    "unreachable_targets": (lambda: [TargetScan(step=t, **BEHIND_RELU) for t in (0, 1, 2, 100)], 0),
     "one_element_norm": (lambda: [LossScan(step=0, one_element_norms=("group_norm",))], 0),
     "mixed_samples": (lambda: [MixedAxes(step=0, what="a reshape", kind="reshape")], 0),
+    "mixed_channels": (lambda: [MixedAxes(step=0, what="a reshape", kind="channels")], 0),
+    "labels_in_inputs": (lambda: [LeakedLabel(step=63, tensor="0", column=3, num_rows=1024)], 63),
     "visible_labels": (lambda: [VisibleLabel(step=2, place=6, share=0.5)], 2),
     "shifted_labels": (lambda: [labels(matches={0: 0.1, 1: 0.1, 2: 1.0})], 0),
     "padding_in_loss": (lambda: [labels(num_at_padding=32)], 0),

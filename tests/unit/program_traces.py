@@ -57,6 +57,7 @@ PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "restored_weights": (lambda: [Restored(step=t, is_restored=True, where="train.py:7") for t in (17, 129)], 17),
     "partial_save": (model(8, partial_save=PARTIAL, num_steps=100), 8),
     "stale_statistics": (model(8, stale_statistics=("ema", "a.py:3"), num_steps=100), 8),
+    "equal_units": (model(8, equal_units=("0.weight",), num_steps=8), 0),
     "idle_average": (model(8, idle_average=True, num_steps=100), 8),
     "ranks_differ": (ranks(differing=("head.weight",), num_compared=4), 1),
     "same_batch": (ranks(same_batch=True), 1),

@@ -33,6 +33,7 @@ from steadygrad.detect import loss_program as program
 from steadygrad.detect.base import FunctionRule, Rule, rule
 from steadygrad.detect.eps_gradient import EpsGradient
 from steadygrad.detect.instability import InstabilityForecast
+from steadygrad.detect.loss_targets import UnreachableTargets
 from steadygrad.detect.nonfinite import (
     NonfiniteBuffer,
     NonfiniteGradient,
@@ -117,9 +118,12 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         graph.DoubleSoftmax(),
         graph.AnomalyMode(),
         program.WrongLossInput(),
+        UnreachableTargets(),
         program.OneElementNorm(),
         program.MixedSamples(),
+        program.MixedChannels(),
         program.VisibleLabels(),
+        program.LabelsInInputs(),
         program.ShiftedLabels(),
         program.PaddingInLoss(),
         program.LostEnds(),
@@ -146,6 +150,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         model_scan.StaleStatistics(),
         model_scan.RestoredWeights(),
         model_scan.PartialSaved(),
+        model_scan.SameUnits(),
         *(rule() for rule in (rank_agreement.RanksDiffer, rank_agreement.SameBatch, rank_agreement.ZeroInput)),
         *(rule() for rule in (precision.LostUpdate, precision.UnheededAutocast, precision.FlushedGradient)),
         precision.Redrawn(),

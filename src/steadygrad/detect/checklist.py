@@ -25,7 +25,14 @@ CHECKS = (
     Check(
         "the loss, and what feeds it",
         ("LossScan",),
-        ("wrong_loss_input", "double_softmax", "silent_broadcast", "one_element_norm", "eps_gradient"),
+        (
+            "wrong_loss_input",
+            "unreachable_targets",
+            "double_softmax",
+            "silent_broadcast",
+            "one_element_norm",
+            "eps_gradient",
+        ),
     ),
     Check(
         "labels, against tokens and mask",
@@ -38,9 +45,10 @@ CHECKS = (
             "sorted_labels",
             "constant_labels",
             "visible_labels",
+            "labels_in_inputs",
         ),
     ),
-    Check("samples kept apart", ("LossScan",), ("mixed_samples", "single_row")),
+    Check("samples and channels kept apart", ("LossScan",), ("mixed_samples", "mixed_channels", "single_row")),
     Check(
         "train and eval mode",
         ("ModeScan",),
@@ -58,13 +66,16 @@ CHECKS = (
             *("unregistered_layers", "missing_gradient", "unchanged_parameter", "partial_overlap", "out_of_reach"),
             *("untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save", "idle_average"),
             "stale_statistics",
-            *("restored_weights", "partial_save"),
+            *("restored_weights", "partial_save", "equal_units"),
         ),
     ),
     Check(
         "the order of calls, and the schedule",
         ("CallScan",),
-        ("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate", "stale_gradient"),
+        (
+            *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),
+            *("stale_gradient", "foreign_schedule", "doubled_schedule"),
+        ),
     ),
     Check(
         "number formats",

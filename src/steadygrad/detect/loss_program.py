@@ -8,7 +8,7 @@ from __future__ import annotations
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Finding
-from steadygrad.facts.program import LabelScan, LossCall, LossScan, MixedAxes, VisibleLabel
+from steadygrad.facts.program import LabelScan, LeakedLabel, LossCall, LossScan, MixedAxes, VisibleLabel
 
 RAW = frozenset(("linear", "convolution", "softmax", "sigmoid", "relu", "tanh"))
 """Ops whose output is not a log-probability."""
@@ -48,11 +48,22 @@ def _judge_input(call: LossCall) -> tuple[str, str] | None:
             f"nll_loss gets {what} and expects log-probabilities: it is negative without a bound, or stays near -1",
             "Use F.cross_entropy on the logits, or log_softmax before nll_loss.",
         )
+    if call.op in ("ctc_loss", "kl_div") and call.fed_by in RAW:
+        return (
+            f"{call.op} gets the output of a {call.fed_by} and expects log-probabilities",
+            "Put log_softmax over the classes before it.",
+        )
     if call.op == "nll_loss" and call.softmax_dim is not None and len(call.shape) > 1 and call.softmax_dim != 1:
         return (
             f"the softmax before nll_loss runs over dimension {call.softmax_dim} of {call.shape}, the samples, and not "
             "over the classes: samples compete with each other",
             "Use dim=1 (or F.cross_entropy on the logits).",
+        )
+    if call.op == "nll_loss" and call.reshaped_from:
+        return (
+            f"cross_entropy gets scores of {call.reshaped_from} that were reshaped to {call.shape}: a reshape moves no "
+            "element, so each score stands for another class and another place",
+            "Use transpose(1, 2), movedim(-1, 1) or permute, or flatten the places: scores.flatten(0, 1).",
         )
     if call.op == "nll_loss" and call.fed_by == "log_softmax" and call.softmax_fed_by == "sigmoid":
         return (
@@ -101,6 +112,10 @@ MIXED = {
         " with as many time steps as there are samples: each sample reads the others as its past",
         "Create the layer with batch_first=True, or transpose its input.",
     ),
+    "positions": (
+        " gives each sample the encoding of its place in the batch, and all of its time steps the same one",
+        "Slice by the length of the sequence, and add along it: table[:x.size(1)].transpose(0, 1), shape (1, T, D).",
+    ),
     "gradient": (
         ": samples see each other, and the model cannot be used for a single one",
         "Look for an operation over dimension 0 (mean, softmax, attention, cumsum) or a reshape after a transpose.",
@@ -117,11 +132,32 @@ class MixedSamples(OnceRule[MixedAxes]):
 
     def judge(self, fact: MixedAxes) -> Finding | None:
         """Return the finding, with the shapes."""
+        if fact.kind == "channels":
+            return None
         why, fix = MIXED[fact.kind]
         return self.report(
             step=fact.step,
             message=f"{fact.what}{at(fact.where)}{why}",
             advice=fix,
+            evidence={"what": fact.what, "where": fact.where},
+        )
+
+
+class MixedChannels(OnceRule[MixedAxes]):
+    """A convolution gets channels that a reshape has mixed with the places of the image."""
+
+    name = "mixed_channels"
+    hears = (MixedAxes,)
+
+    def judge(self, fact: MixedAxes) -> Finding | None:
+        """Return the finding, with the shapes."""
+        if fact.kind != "channels":
+            return None
+        return self.report(
+            step=fact.step,
+            message=f"{fact.what}{at(fact.where)} is to put the channels before the places and moves no element: each "
+            "channel that the convolution gets holds pieces of all of them",
+            advice="Move the axis with permute(0, 3, 1, 2), movedim(-1, 1) or transpose(1, 2), and reshape afterwards.",
             evidence={"what": fact.what, "where": fact.where},
         )
 
@@ -184,6 +220,23 @@ class VisibleLabels(OnceRule[VisibleLabel]):
             advice="Hide later tokens in every layer that mixes places: is_causal=True, or a mask above the diagonal "
             "added before the softmax; pad a convolution on the left only; no bidirectional layer.",
             evidence={"place": fact.place, "share": fact.share},
+        )
+
+
+class LabelsInInputs(OnceRule[LeakedLabel]):
+    """A column of the input table is the label: the model learns to copy it, and fails where the label is not known."""
+
+    name = "labels_in_inputs"
+    hears = (LeakedLabel,)
+
+    def judge(self, fact: LeakedLabel) -> Finding | None:
+        """Return the finding, with the column."""
+        return self.report(
+            step=fact.step,
+            message=f"column {fact.column} of the input follows the label exactly, in all {fact.num_rows} rows: "
+            "the model learns to copy it",
+            advice="Leave the label's column out of the features; a model that is to be used has no label to read.",
+            evidence={"column": fact.column, "num_rows": fact.num_rows, "tensor": fact.tensor},
         )
 
 

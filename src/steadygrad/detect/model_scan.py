@@ -69,6 +69,26 @@ class Untied(OnceRule[ModelScan]):
         )
 
 
+class SameUnits(OnceRule[ModelScan]):
+    """All units of a layer began with the same weights and learn the same: the layer is as wide as one unit."""
+
+    name = "equal_units"
+    hears = (ModelScan,)
+
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding once the weights have moved together."""
+        if not fact.equal_units:
+            return None
+        return self.report(
+            step=0,
+            message=f"all units of {show(fact.equal_units)} began with the same weights, and still have the same ones "
+            f"after {spell_count(fact.num_steps, 'step')}: they compute one and the same thing",
+            advice="Initialise weights at random (nn.init.kaiming_uniform_, xavier_normal_, trunc_normal_); a constant "
+            "is for biases, norms and scales.",
+            evidence={"parameters": list(fact.equal_units[:SHOWN]), "num_parameters": len(fact.equal_units)},
+        )
+
+
 class NotFrozen(OnceRule[ModelScan]):
     """A module is set to freeze parameters in its `train()`, but none is frozen: `train()` was not called."""
 

@@ -53,16 +53,33 @@ _NOT_OF_SETTINGS = (
         "added_gradients",
         "dropped_gradients",
     ),
-    *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),  # calls and schedule
+    *(
+        "divided_twice",
+        "scaled_gradient",
+        "cleared_gradient",
+        "useless_clip",
+        "vanished_rate",
+        "foreign_schedule",
+        "doubled_schedule",
+    ),  # calls and schedule
     *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
-    *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save"),
+    *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save", "equal_units"),
     *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
     *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise"),  # number formats
-    *("wrong_loss_input", "one_element_norm", "mixed_samples", "shifted_labels", "padding_in_loss", "lost_ends"),
+    *(
+        "wrong_loss_input",
+        "unreachable_targets",
+        "one_element_norm",
+        "mixed_samples",
+        "mixed_channels",
+        "shifted_labels",
+        "padding_in_loss",
+        "lost_ends",
+    ),
     *("swapped_mask", "eval_while_training", "train_mode_validation", "dropout_in_evaluation", "repeated_batch"),
     *("norm_in_evaluation",),
     *("repeated_order", "sorted_labels", "independent_labels", "changed_dataset", "single_row"),
-    *("eps_gradient", "constant_labels", "visible_labels", "repeated_seed"),
+    *("eps_gradient", "constant_labels", "visible_labels", "labels_in_inputs", "repeated_seed"),
     *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these
     *("frequent_clipping", "many_skips", "frequent_actions", "asked_for"),  # what was done
     *("resumed", "checkpoint_failed", "infinite_state", "run_directory_lost", "uncopied_state"),

@@ -26,6 +26,8 @@ class LossCall:
     expanded_from: tuple[int, ...] = ()
     """Shape of the prediction before it was expanded to that of the target; empty if it was not."""
     expanded_to: tuple[int, ...] = ()
+    reshaped_from: tuple[int, ...] = ()
+    """Shape with the classes last, if a reshape that moved no element put them second."""
     where: str = ""
     """file:line, or empty."""
 
@@ -39,6 +41,25 @@ class LossScan:
     one_element_norms: tuple[str, ...] = ()
     """Norms that normalise a single element each, so that their output is constant: 'group_norm of shape (4, 8, 1, 1)
     in 8 groups'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetScan:
+    """The targets of one loss, against what its output, or the loss itself, can express."""
+
+    step: int
+    op: str
+    """'mse_loss', 'binary_cross_entropy_with_logits', 'cosine_embedding_loss', ..."""
+    fed_by: str
+    """The activation that made the output, if the range is that of the activation: 'relu'."""
+    low: float
+    high: float
+    lowest: float
+    highest: float
+    lost: float
+    """Mean squared distance of the targets from the range, as a share of that and their variance together."""
+    where: str = ""
+    """file:line, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +124,22 @@ class MixedAxes:
     what: str
     """'reshape of (32, 6, 8) to (6, 32, 8)'"""
     kind: str
-    """'reshape': axes exchanged by a reshape; 'batch_first': a layer that expects time first got samples first;
-    'gradient': one sample's output has a gradient with respect to other samples."""
+    """'reshape': axes exchanged by a reshape; 'channels': those of an image, before a convolution; 'batch_first': a
+    layer that expects time first got samples first; 'gradient': one sample's output has a gradient with respect to
+    other samples; 'positions': encodings of time steps are added to samples."""
     where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeakedLabel:
+    """A column of the input table that follows the labels exactly."""
+
+    step: int
+    tensor: str
+    """Path inside the model's arguments."""
+    column: int
+    num_rows: int
+    """Rows that were compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,11 +284,13 @@ class SingleSample:
 
 ProgramFact = (
     LossScan
+    | TargetScan
     | Divisions
     | LabelScan
     | LabelDependence
     | MixedAxes
     | VisibleLabel
+    | LeakedLabel
     | RepeatedSeed
     | CutGraph
     | ModeScan

@@ -98,6 +98,8 @@ class ModelScan:
     """Name of the last layer, if it is frozen at its random initial values and most of the model is frozen too."""
     frozen_share: float = 0.0
     loads: tuple[Load, ...] = ()
+    equal_units: tuple[str, ...] = ()
+    """Weights whose rows began equal, have moved and are still equal after `num_steps` steps."""
     stale_save: str = ""
     """file:line of a `torch.save` that repeatedly wrote the weights from before the first step."""
     partial_save: PartialSave | None = None

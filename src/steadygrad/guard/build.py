@@ -29,7 +29,7 @@ from steadygrad.guard.judging import Judging
 from steadygrad.guard.moment import Moment
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.plain import PlainLoop
-from steadygrad.guard.preflight import foresee, foresee_uncopied
+from steadygrad.guard.preflight import foresee, foresee_schedule, foresee_uncopied
 from steadygrad.guard.range_test import RangeTest
 from steadygrad.guard.rehearsal import MakeGuard
 from steadygrad.guard.requests import Requests
@@ -108,7 +108,7 @@ def build(
     host = build_host_side(device, run_dir, sinks, make_guard)
     if not training.off:
         show_findings()
-        for finding in (*foresee(trained), *foresee_uncopied(training, host.checkpoints)):
+        for finding in (*foresee(trained), *foresee_schedule(training), *foresee_uncopied(training, host.checkpoints)):
             host.judgement.note(finding)
         device.watched.reflex.hint()
         with contextlib.suppress(Exception):  # shows again when a kernel is used, where it is handled

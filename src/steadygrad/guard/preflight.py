@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,33 @@ def foresee(trained: TrainedParameters) -> list[Finding]:
             )
         )
     return findings
+
+
+def foresee_schedule(training: Training) -> list[Finding]:
+    """Warn of a scheduler that belongs to an optimizer of which no group is trained."""
+    owner = getattr(training.scheduler, "optimizer", None)
+    scheduled, trained = _list_groups([owner]), _list_groups(training.optimizers)
+    if not scheduled or scheduled & trained:
+        return []
+    return [
+        Finding(
+            kind="foreign_schedule",
+            severity=Severity.WARNING,
+            step=0,
+            message=f"the scheduler, a {type(training.scheduler).__name__}, belongs to another optimizer than those of "
+            "this training: the learning rates will never follow it",
+            advice="Create the scheduler after the optimizer, and from the same one.",
+        )
+    ]
+
+
+def _list_groups(optimizers: Sequence[Any]) -> set[int]:
+    """Return the identities of the groups of optimizers, and of those that they wrap or are wrapped in."""
+    known: set[int] = set()
+    for one in optimizers:
+        inner = [thing for thing in getattr(one, "__dict__", {}).values() if isinstance(thing, torch.optim.Optimizer)]
+        known.update(id(group) for each in (one, *inner) for group in getattr(each, "param_groups", None) or ())
+    return known
 
 
 def foresee_uncopied(training: Training, checkpoints: RunCheckpoints) -> list[Finding]:

@@ -124,6 +124,8 @@ class Judgement:
         if not reading.skipped:
             # Before any action: the average takes the weights that this step left, and a rollback puts both back.
             self._schedule_and_ema.after_applied()
+            if self._schedule_and_ema.is_doubled:
+                self.note(self._schedule_and_ema.report_doubled(reading.step))
         # A NaN loss whose gradients were sanitized is not skipped, but it must not make the epoch's mean NaN.
         self._epoch_losses.add(None if reading.skipped or reading.loss_is_nonfinite else reading.loss)
         self.tally.add(reading)

@@ -22,6 +22,7 @@ from steadygrad.facts import Broadcast, GraphScan
 from steadygrad.measure.call_in_place import call_in_place
 from steadygrad.measure.cuts import CutWatch
 from steadygrad.measure.graph_leaves import find_leaves
+from steadygrad.measure.loss_targets import LossTarget
 from steadygrad.measure.mixed_axes import ReshapeWatch
 from steadygrad.measure.suspicious_ops import SuspiciousOps
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -55,6 +56,8 @@ class GraphWatch:
         self._double_softmaxes: tuple[str, ...] = ()
         self.loss_places: dict[str, str] = {}
         """Loss functions that were called, and file:line of the last call."""
+        self.loss_targets: list[LossTarget] = []
+        """Targets of losses that leave no node of their own in the graph."""
         self.reshapes, self.cuts = ReshapeWatch(), CutWatch()
         self.has_watched = False
         """Whether it was ever entered: else `reshapes` and `cuts` know nothing, not even that there is no hook."""
@@ -63,6 +66,7 @@ class GraphWatch:
         try:
             if self._mode is None and may_enter(self._trained.model):
                 buffers = {id(b) for b in self._trained.model.buffers()}
+                self.reshapes.constants = buffers
                 self._mode = CallWatch(SuspiciousOps(constants=buffers), self.reshapes, self.cuts)
         except Exception:
             self._mode = None
@@ -83,6 +87,7 @@ class GraphWatch:
             self._broadcasts = tuple(mode.suspicious_ops.broadcasts)
             self._double_softmaxes = tuple(mode.suspicious_ops.double_softmaxes)
             self.loss_places = mode.suspicious_ops.loss_places
+            self.loss_targets = mode.suspicious_ops.loss_targets
 
     def read(self, step: int, loss: Tensor | None) -> GraphScan:
         """Return what was seen while entered, and what `loss` was made from; before or after its backward."""

@@ -8,6 +8,7 @@ whole graph. Only before backward: afterwards the saved tensors are gone. Reads 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ LOSSES = {
     "MseLoss": "mse_loss",
     "SmoothL1Loss": "smooth_l1_loss",
     "HuberLoss": "huber_loss",
+    "CtcLoss": "ctc_loss",
 }
 VIEWS = frozenset(
     (
@@ -40,9 +42,11 @@ VIEWS = frozenset(
     )
 )
 """Ops that move values and do not change them."""
+RESHAPES = frozenset(("View", "UnsafeView", "ReshapeAlias"))
 NAMES = {"Addmm": "linear", "Mm": "linear", "Linear": "linear", "Convolution": "convolution", "Bmm": "matmul"}
 _ENDING = re.compile(r"Backward\d*$")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_LEAF = "torch::autograd::AccumulateGrad"
 HIDDEN = -1e4
 """Scores up to this are out of sight after a softmax."""
 WRAPPED = 1 << 63
@@ -80,29 +84,31 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
     [('nll_loss', 'softmax')]
     """
     calls, labels = [], []
-    for node in _find_losses(loss.grad_fn):
+    for node in find_losses(loss.grad_fn):
         kind = shorten(node)
-        inner, moved = _pass_views(node.next_functions[0][0])  # the prediction comes first in all of LOSSES
+        inner, moved = pass_views(node.next_functions[0][0])  # the prediction comes first in all of LOSSES
         if inner is not None and shorten(inner) == "Log":
-            before, more = _pass_views(inner.next_functions[0][0])
+            before, more = pass_views(inner.next_functions[0][0])
             if before is not None and shorten(before) == "Softmax":
                 calls += _describe_log_of_softmax(before, LOSSES[kind], where) if not (moved or more) else []
         shape = () if inner is None else find_shape(inner)
-        fed_by = "" if inner is None else shorten(inner)
+        fed_by = "" if inner is None else name_op(inner)
         op, dim, deeper = LOSSES[kind], None, None
         if fed_by in ("LogSoftmax", "Softmax") and shape:
             dim = None if moved else _sign(inner._saved_dim) % len(shape)
-            deeper = _pass_views(inner.next_functions[0][0])[0]
+            deeper = pass_views(inner.next_functions[0][0])[0]
+        reshaped = _find_moved_classes(inner) if fed_by == "LogSoftmax" else ()
         expanded = _find_expanded(node.next_functions[0][0])
         calls.append(
             LossCall(
                 op=op,
-                fed_by=_spell(fed_by),
+                fed_by=spell(fed_by),
                 shape=shape,
                 softmax_dim=dim,
-                softmax_fed_by="" if deeper is None else _spell(shorten(deeper)),
+                softmax_fed_by="" if deeper is None else spell(shorten(deeper)),
                 expanded_from=expanded[0],
                 expanded_to=expanded[1],
+                reshaped_from=reshaped,
                 where=where,
             )
         )
@@ -155,7 +161,7 @@ def find_masks(loss: Tensor) -> Iterator[Tensor | bool]:
             elif (mask := read_saved(node, "attn_mask")) is not None:
                 yield ~mask if mask.dtype is torch.bool else mask < HIDDEN
         elif kind == "Softmax":
-            mask = _read_hidden(_pass_views(node.next_functions[0][0])[0])
+            mask = _read_hidden(pass_views(node.next_functions[0][0])[0])
             if mask is not None:
                 yield mask
 
@@ -187,7 +193,7 @@ def walk(root: Any) -> Iterator[Any]:
                 waiting.append(following)
 
 
-def _find_losses(root: Any) -> Iterator[Any]:
+def find_losses(root: Any) -> Iterator[Any]:
     """Yield the nodes of loss functions near the root; what is below one of them is the model."""
     waiting, seen = deque([root]), {root}
     while waiting and len(seen) < NEAR:
@@ -203,7 +209,7 @@ def _find_losses(root: Any) -> Iterator[Any]:
                 waiting.append(following)
 
 
-def _pass_views(node: Any) -> tuple[Any, bool]:
+def pass_views(node: Any) -> tuple[Any, bool]:
     """Return the node behind views and casts, and whether there were any."""
     moved = False
     while node is not None and shorten(node) in VIEWS:
@@ -217,6 +223,26 @@ def _find_expanded(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), ()
     before, after = find_shape(node.next_functions[0][0]), find_shape(node)
     return (before, after) if before != after else ((), ())
+
+
+def _find_moved_classes(softmax: Any) -> tuple[int, ...]:
+    """Return the shape of scores, classes last, that were reshaped right before a softmax to have them second."""
+    node = softmax.next_functions[0][0]
+    if node is None or shorten(node) not in RESHAPES or node.next_functions[0][0] is None:
+        return ()
+    before, after = find_shape(node.next_functions[0][0]), find_shape(node)
+    return before if moves_last_to_second(before, after) else ()
+
+
+def moves_last_to_second(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Return whether a reshape moves the last axis to the second place, and keeps the size of what is between.
+
+    >>> moves_last_to_second((8, 49, 32), (8, 32, 7, 7)), moves_last_to_second((8, 32, 49), (8, 32, 7, 7))
+    (True, False)
+    """
+    if len(before) < 3 or len(after) < 3 or before[0] != after[0] or before[1] == after[1]:
+        return False
+    return before[-1] == after[1] > 1 and math.prod(before[1:-1]) == math.prod(after[2:]) > 1
 
 
 def find_shape(node: Any) -> tuple[int, ...]:
@@ -235,12 +261,23 @@ def _shorten(name: str) -> str:
     return _ENDING.sub("", name)
 
 
+def name_op(node: Any) -> str:
+    """Return the name of a node's op; a product to which a parameter is added is a linear layer."""
+    kind = shorten(node)
+    if kind == "Add":
+        below = [pass_views(following)[0] for following, _ in node.next_functions]
+        kinds = {"" if one is None else shorten(one) for one in below}
+        # torch splits a layer in two where its input is not contiguous.
+        return "Addmm" if kinds in ({"Mm", _LEAF}, {"Bmm", _LEAF}) else kind
+    return kind
+
+
 def read_dim(node: Any) -> int:
     """Return the dimension that a node saved, negative ones as such."""
     return _sign(node._saved_dim)
 
 
-def _spell(kind: str) -> str:
+def spell(kind: str) -> str:
     return NAMES.get(kind) or _WORD.sub("_", kind).lower()
 
 

@@ -3,12 +3,13 @@
 A reshape that exchanges the batch's axis with another one and keeps all sizes does not move a single element: samples
 are cut up and put together again. `transpose` was meant. The relative shift of Transformer-XL does this on purpose,
 after a `cat` or `pad`. A recurrent or attention layer without `batch_first` that is given as many "time steps" as there
-are labels reads the batch as one sequence. Shapes only; the first training forward only.
+are labels reads the batch as one sequence. Likewise a reshape that is to put the channels first before a convolution
+mixes them with the places. Shapes only; the first training forward only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,10 +18,20 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from steadygrad.facts.program import MixedAxes
+from steadygrad.measure.loss_graph import find_shape, moves_last_to_second, pass_views
 from steadygrad.measure.suspicious_ops import find_caller
 
 RESHAPES = frozenset(("view", "reshape", "view_as", "reshape_as"))
 PADDERS = frozenset(("cat", "concat", "pad", "concatenate"))
+CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
+SCALINGS = frozenset(
+    (
+        *("to", "float", "half", "bfloat16", "contiguous", "clone", "div", "true_divide", "mul", "sub", "add"),
+        *("__truediv__", "__mul__", "__sub__", "__add__"),
+    )
+)
+"""What may stand between a reshape of the data and the convolution."""
+SUMS = frozenset(("add", "__add__", "__radd__", "__iadd__", "add_"))
 HOOKS = frozenset(("register_hook", "retain_grad"))
 TIME_FIRST = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -32,11 +43,17 @@ class ReshapeWatch:
         self.found: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []
         # By identity, and weak: a mark must not keep an activation alive.
         self._padded: Any = WeakTensorKeyDictionary()
+        self._channels: Any = WeakTensorKeyDictionary()  # tensors whose channels were moved by a reshape
+        self.found_channels: list[tuple[str, str]] = []
+        self.constants: Collection[int] = ()
+        """Identities of the model's buffers."""
+        self._prefixes: Any = WeakTensorKeyDictionary()  # the first rows of a buffer or parameter
+        self.found_positions: list[tuple[int, str, str]] = []
         self.has_hooks = False
         """Whether a backward of our own through this graph would be noticed: by hooks on tensors, or by recomputing."""
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Note a reshape that exchanges the first axis with another."""
+        """Note reshapes that exchange the first axis with another, or move channels before a convolution."""
         name = getattr(func, "__name__", "")
         self.has_hooks = self.has_hooks or name in HOOKS or _saves_through_hooks()
         if not isinstance(result, Tensor) or not args:
@@ -48,14 +65,57 @@ class ReshapeWatch:
         elif name in RESHAPES and isinstance(source, Tensor):
             shapes = tuple(source.shape), tuple(result.shape)
             self.found += [(*shapes, find_caller())] if exchanges_first(*shapes) else []
+            if moves_last_to_second(*shapes) and not _is_free(source):
+                self._channels[result] = f"a reshape of {shapes[0]} to {shapes[1]}", find_caller()
+        elif isinstance(source, Tensor) and source in self._channels:
+            self.found_channels += [self._channels[source]] if name in CONVOLUTIONS else []
+            if name in SCALINGS and result.shape == source.shape:
+                self._channels[result] = self._channels[source]
+        elif name == "__getitem__" and isinstance(source, Tensor) and _is_prefix(source, args[1]):
+            if isinstance(source, nn.Parameter) or id(source) in self.constants:
+                self._prefixes[result] = True
+        elif name in SUMS and len(args) > 1:
+            self._compare_positions(args[0], args[1])
+
+    def _compare_positions(self, left: Any, right: Any) -> None:
+        """Note a sum in which the first rows of a table are broadcast over the second axis."""
+        for table, other in ((left, right), (right, left)):
+            if not isinstance(table, Tensor) or not isinstance(other, Tensor) or table not in self._prefixes:
+                continue
+            num, shapes = len(other), (tuple(table.shape), tuple(other.shape))
+            if other.dim() == 3 and other.shape[1] not in (1, num) and shapes[0] == (num, 1, other.shape[2]):
+                what = f"a sum of {shapes[1]} and the first {num} rows of a table, {shapes[0]},"
+                self.found_positions.append((num, what, find_caller()))
+
+    def report_positions(self, step: int, num_labels: int) -> list[MixedAxes]:
+        """Return a sum that treats the samples, one for each of the `num_labels` labels, as time steps."""
+        return [
+            MixedAxes(step=step, kind="positions", what=what, where=where)
+            for num, what, where in self.found_positions[:1]
+            if num == num_labels
+        ]
 
     def report(self, step: int, num_rows: int) -> list[MixedAxes]:
         """Return those in which the batch, of `num_rows` samples, is one of the two axes."""
-        return [
+        found = [MixedAxes(step=step, kind="channels", what=what, where=at) for what, at in self.found_channels[:1]]
+        return found + [
             MixedAxes(step=step, kind="reshape", what=f"a reshape of {source} to {result}", where=where)
             for source, result, where in self.found[:1]
             if num_rows in (source[0], result[0])
         ]
+
+
+def _is_prefix(source: Tensor, index: Any) -> bool:
+    """Return whether `source[index]` takes the first rows of a longer table."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    is_first = isinstance(first, slice) and not first.start and first.step is None and isinstance(first.stop, int)
+    return is_first and source.dim() == 3 and 0 < first.stop < len(source)
+
+
+def _is_free(source: Tensor) -> bool:
+    """Return whether a layer has made each sample as one row of numbers: what they stand for is not settled yet."""
+    node = pass_views(source.grad_fn)[0]
+    return node is not None and find_shape(node) == (len(source), source[0].numel())
 
 
 def _saves_through_hooks() -> bool:

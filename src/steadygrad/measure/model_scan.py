@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from steadygrad.facts import ModelScan
 from steadygrad.measure.adapters import has_adapters
 from steadygrad.measure.copies import CopyWatch
+from steadygrad.measure.equal_units import EqualUnits
 from steadygrad.measure.held import find_held
 from steadygrad.measure.loads import take_loads
 from steadygrad.measure.partial_saves import PartialSaves, is_drawn
@@ -56,6 +57,7 @@ class ModelWatch:
         self._averages: weakref.WeakSet[AveragedModel] = weakref.WeakSet()
         self._has_idle_average = False
         self._copies, self._partial_saves = CopyWatch(trained.model), PartialSaves(trained.model)
+        self._equal_units = EqualUnits(trained.model, [p for _, p in trained.named])
         self.num_steps = 0
 
     def count_step(self) -> None:
@@ -71,6 +73,7 @@ class ModelWatch:
         self._pairs = _find_twins(model)
         self._first = {name: _sample(p) for name, p in self._list_sampled()}
         self._partial_saves.begin()
+        self._equal_units.begin()
         listen(self)
         stop_listening(self)  # to all but saves and averages
         head, share = _find_frozen_head(model)
@@ -102,6 +105,7 @@ class ModelWatch:
             unfrozen=tuple(new),
             replaced=tuple(gone),
             came_apart=tuple(pair for pair in self._pairs if self._differs(*pair)),
+            equal_units=self._equal_units.find(),
             stale_save=self._stale_saves[-1] if len(self._stale_saves) > 1 and not self._has_good_save else "",
             idle_average=self._has_idle_average,
             idle_copy=self._copies.idle or ("", ""),

@@ -196,7 +196,7 @@ class PeriodicScans:
         graph, self._graph = self._graph, None
         if graph is not None:
             looks.graph = graph.read(step, loss)
-            self._program.loss_places = graph.loss_places
+            self._program.loss_places, self._program.loss_targets = graph.loss_places, graph.loss_targets
         seen = (graph.reshapes, graph.cuts) if graph is not None and graph.has_watched else ()
         self._program.before_backward(step, loss, *seen)
 

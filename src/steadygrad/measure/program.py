@@ -23,7 +23,9 @@ from steadygrad.measure.dependence import STARTS, DependenceWatch
 from steadygrad.measure.divisors import PendingDivisions, scan_divisors
 from steadygrad.measure.graph import CallWatch, may_enter
 from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
+from steadygrad.measure.leaks import LeakWatch
 from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
+from steadygrad.measure.loss_targets import LossTarget, PendingTargets, find_loss_targets
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.next_token import NextTokenWatch
@@ -43,7 +45,9 @@ NUM_FULL = 3
 """Backwards whose labels are compared with tokens and mask."""
 NUM_DIVISORS = 64
 """Divisions of the first graph that are looked at."""
-Pending = PendingLabels | PendingDivisions | PendingRestored
+NUM_TARGETS = 4
+"""Losses of a backward whose targets are looked at."""
+Pending = PendingLabels | PendingDivisions | PendingRestored | PendingTargets
 NUM_LABELS = 64
 """Backwards whose labels are looked at, if there is one for each sample; later ones with the periodic scans."""
 
@@ -59,6 +63,7 @@ class ProgramWatch:
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
+        self._leaks = LeakWatch(transfer)
         self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch(trained.model)
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
@@ -77,6 +82,8 @@ class ProgramWatch:
         self._loss: weakref.ref[Tensor] | None = None
         self.loss_places: Mapping[str, str] = {}
         """Loss functions that the first step called, and where; only known where its calls could be watched."""
+        self.loss_targets: Sequence[LossTarget] = ()
+        """Targets of losses that the first step called and that leave no node of their own; likewise."""
 
     def compile(self, device: torch.device) -> None:
         """Load the kernels of the looks at batch and labels now: on CUDA each costs milliseconds when first used."""
@@ -161,7 +168,9 @@ class ProgramWatch:
         is_scan = step % self._every == 0
         if number < NUM_FULL or is_scan or self._row_gradients.wants_more or self._next_token.wants_more:
             self._try(self._look, step, loss, number, True)
-        elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
+        elif self._leaks.wants_more or (
+            self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS))
+        ):
             self._try(self._look, step, loss, number, False)
         # Do not keep the batch alive beyond its backward.
         self._call = None
@@ -202,7 +211,7 @@ class ProgramWatch:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
             facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
-        for watch in (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token):
+        for watch in (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token, self._leaks):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []
         return facts
@@ -228,6 +237,13 @@ class ProgramWatch:
             self._facts.append((step, scan))
             self._facts += [(step, fact) for fact in self._find_mixed(step, look.labels, args, kwargs)]
             self._facts.append((step, scan_divisors(list(itertools.islice(find_divisors(loss), NUM_DIVISORS)))))
+        if is_full:
+            # In a script they are known by the second backward only.
+            seen, self.loss_targets = self.loss_targets, ()
+            calls = tuple(LossCall(op=one.op, fed_by=one.fed_by, where=one.where) for one in seen)
+            self._facts += [(step, LossScan(step=step, calls=calls))] if calls else []
+            targets = [*seen, *itertools.islice(find_loss_targets(loss), NUM_TARGETS)]
+            self._facts += [(step, PendingTargets(one, self._transfer)) for one in targets]
         self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
@@ -242,6 +258,8 @@ class ProgramWatch:
                 transfer=self._transfer,
             )
             self._facts.append((step, pending))
+        if self._leaks.wants_more:
+            self._try(self._leaks.note, step, loss, look.labels, args, kwargs)
         if len(look.labels) == 1:
             self._dependence.note(step, self._last_loss, look.labels[0], args, kwargs)
             if self._may_differentiate and (number == 1 or self._row_gradients.wants_more):
@@ -267,6 +285,7 @@ class ProgramWatch:
         num_rows = num_labels or (len(tensors[0]) if tensors else 0)
         if self._reshapes is not None:
             found += self._reshapes.report(step, num_rows)
+            found += self._reshapes.report_positions(step, num_labels)
         if self._time_first is not None:
             self._time_first.close()
             if num_labels and tensors and len(tensors[0]) == num_labels:
@@ -277,6 +296,7 @@ class ProgramWatch:
     def _watch_reshapes(self) -> None:
         """Watch the calls that the model makes, where no mode is around the whole step."""
         self._reshapes, self._cuts = ReshapeWatch(), CutWatch()
+        self._reshapes.constants = {id(buffer) for buffer in self._model.buffers()}
         watch_one_call(self._model, CallWatch(SuspiciousOps(), self._reshapes, self._cuts), lambda: None)
 
     def _name_trained(self) -> dict[int, str]:

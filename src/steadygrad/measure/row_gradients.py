@@ -99,7 +99,9 @@ def _find_rows(node: Any, users: dict[Any, Any], num_rows: int) -> Iterator[Any]
         node = users.get(node)
         if node is None or shorten(node) not in VIEWS:
             return
-    yield node
+    # With as many time steps as samples, the rows may be time steps: torch's recurrent layers keep time first inside.
+    if num_rows not in find_shape(node)[1:-1]:
+        yield node
 
 
 def _differentiate(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from steadygrad.facts import Broadcast
+from steadygrad.measure.loss_targets import CALLS, LossTarget, read_loss_call
 
 
 def _words(text: str) -> frozenset[str]:
@@ -76,6 +77,7 @@ class SuspiciousOps:
         self.broadcasts: list[Broadcast] = []
         self.double_softmaxes: list[str] = []
         self.loss_places: dict[str, str] = {}
+        self.loss_targets: list[LossTarget] = []
         self._constants = frozenset(constants)
         self._meant: Any = WeakTensorKeyDictionary()  # tensors with an axis that the program asked for
         self._softmaxed: Any = WeakTensorKeyDictionary()
@@ -89,6 +91,9 @@ class SuspiciousOps:
             self._look_for_softmax(name, args, kwargs)
         if name in CLASS_LOSSES:
             self.loss_places[name] = find_caller()
+        if name in CALLS and len(self.loss_targets) < MAX_SHOWN:
+            found = read_loss_call(name, args, kwargs, find_caller)
+            self.loss_targets += [] if found is None else [found]
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Mark the results."""
