@@ -22,7 +22,7 @@ from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.state.random_state import capture_random, restore_random
 from steadygrad.trainer.files import append_metrics
-from steadygrad.trainer.guessing import judge_training
+from steadygrad.trainer.guessing import report_training
 from steadygrad.trainer.pace import Pace
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import count_ranks, find_rank, gather_from_ranks, is_first
@@ -141,10 +141,7 @@ class RunSaver(Callback):  # type: ignore[misc]
             return
         guess, progress = guess_loss(pl_module, self._corpus, self._config), self._progress
         losses = [entry["val_loss"] for entry in progress.val_history]
-        for found in judge_training(
-            losses, guess, first=progress.first_loss, peak=progress.peak, step=self.guard.num_steps - 1
-        ):
-            self.guard.note(found)
+        report_training(self.guard, self._run_dir, losses, guess, first=progress.first_loss, peak=progress.peak)
 
     def _leave_if_asked(self) -> None:
         if self._watch.received is not None:
