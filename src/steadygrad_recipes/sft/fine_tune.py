@@ -37,7 +37,7 @@ from steadygrad.words import spell_count
 from steadygrad_recipes.sft.checkpoints import SealCheckpoints, StopOnSignal, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.console import Console, NormKeeper, TrainingVoice
-from steadygrad_recipes.sft.data import Examples, read_examples
+from steadygrad_recipes.sft.data import Examples, count_known, read_examples
 from steadygrad_recipes.sft.metrics import (
     Checker,
     Scores,
@@ -324,6 +324,12 @@ def _choose_sharding(config: SftConfig) -> dict[str, Any]:
 def describe_data(examples: Examples, training: Encoded, validation: Encoded, config: SftConfig) -> Iterator[str]:
     """Yield lines on how much data there is, and on rows that were left out, were cut, or have no label."""
     yield f"{spell_count(len(training.rows), 'row')} to train on, {len(validation.rows)} to validate on."
+    num_known = count_known(examples)
+    if num_known:
+        yield (
+            f"{spell_count(num_known, 'row')} to validate on with a prompt, or a text, that is trained on too: a good "
+            "score there may be learned by heart."
+        )
     if examples.left_out:
         yield f"{spell_count(len(examples.left_out), 'row')} left out, listed in {LEFT_OUT}: {examples.left_out[0]}"
     cut = training.num_cut + validation.num_cut
