@@ -14,9 +14,11 @@ from torch import Tensor
 
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.cli import main
+from steadygrad.errors import UsageError
 from steadygrad.testing import poison_batches, poison_gradient
 from steadygrad_recipes.cod import QUICK, CodConfig, predict, train
-from steadygrad_recipes.cod.data import MadeDataset, open_datasets, open_loaders
+from steadygrad_recipes.cod.data import LateFaults, MadeDataset, PairDataset, open_datasets, open_loaders
+from steadygrad_recipes.cod.folder import Pair
 from steadygrad_recipes.cod.metrics import MaskScores
 from steadygrad_recipes.cod.pictures import encode_png
 from steadygrad_recipes.cod.recipe import find_best
@@ -365,6 +367,44 @@ def test_a_picture_of_ones_own_gets_its_mask(finished: tuple[Path, list[str]], t
     with pillow.open(folder / "predictions" / "leaf.png") as mask:
         assert mask.size == (50, 40)
     assert console.lines[0].startswith("leaf.jpg: ")
+
+
+def test_a_picture_that_only_decoding_shows_to_be_damaged_is_replaced_and_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for split in ("Train", "Test"):
+        for folder, mode in (("Image", "RGB"), ("GT_Object", "L")):
+            (tmp_path / "data" / split / folder).mkdir(parents=True)
+            for name in ("a", "b", "c"):
+                kind = "jpg" if folder == "Image" else "png"
+                pillow.effect_noise((96, 96), 90).convert(mode).save(
+                    tmp_path / "data" / split / folder / f"{name}.{kind}"
+                )
+    damaged = tmp_path / "data" / "Train" / "Image" / "b.jpg"
+    content = damaged.read_bytes()
+    middle = len(content) // 2
+    damaged.write_bytes(content[:middle] + b"\xff\xd8" + content[middle:])  # header and end are whole
+    config = {**TINY, "dataset_path": str(tmp_path / "data"), "epochs": 3, "stage1_epochs": 1}
+    with pytest.raises(UsageError, match=r"b\.jpg cannot be read as a picture .*--skip-bad-data true"):
+        train(CodConfig(**config), run_dir=tmp_path / "strict", resume=None, console=Lines())
+
+    run_dir = tmp_path / "run"
+    skipping = CodConfig(**config, skip_bad_data=True)
+    assert train(skipping, run_dir=run_dir, resume=None, console=Lines()) == 0
+
+    (line,) = (run_dir / "left_out.txt").read_text().splitlines()
+    assert line.startswith(f"{damaged} cannot be read as a picture (")
+    assert [line in message for message in caplog.messages if "cannot be read" in message] == [True]
+
+
+def test_a_folder_whose_pictures_are_all_damaged_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("PIL.Image")
+    (tmp_path / "a.jpg").write_bytes(b"no picture")
+    data = PairDataset([Pair(tmp_path / "a.jpg", None)] * 2, 32, LateFaults(tmp_path / "left_out.txt"))
+
+    with pytest.raises(UsageError, match=r"a\.jpg cannot be read as a picture"):
+        data[0]
 
 
 def test_bad_rows_that_are_left_out_are_listed_in_the_run(tmp_path: Path) -> None:

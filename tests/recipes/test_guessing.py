@@ -83,6 +83,21 @@ def test_a_trainer_that_learned_nothing_says_so_once(tmp_path: Path) -> None:
     assert not [line for line in lines if "guess" in line]  # the guard has printed it
 
 
+def test_a_finished_run_that_is_resumed_is_judged_once(tmp_path: Path) -> None:
+    for _ in range(3):
+        train_regression(tmp_path, 1e-9)
+
+    assert kinds(tmp_path)[GUESSING] == 1
+    assert word(tmp_path) == "Unwell"
+
+
+def test_a_start_that_exploded_is_recorded_once_however_often_the_run_goes_on(tmp_path: Path) -> None:
+    for epochs in (1, 1, 3):
+        train_regression(tmp_path, 40.0, epochs=epochs)
+
+    assert kinds(tmp_path)["exploded_start"] == 1
+
+
 def test_a_run_that_learns_after_all_is_not_reproached_for_its_past(tmp_path: Path) -> None:
     train_regression(tmp_path, 1e-9)
     train_regression(tmp_path, 0.3, epochs=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import random
 from collections.abc import Callable
@@ -172,3 +173,24 @@ def test_workers_of_each_rank_draw_their_own_numbers_over_one_order_and_resume_e
             torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of new workers
         order = list(RandomSampler(range(12), generator=generator)) if own else list(SharedOrder(12, generator))
         assert [index for batch in found[6 * number : 6 * number + 6] for index in batch] == order
+
+
+# --- another number of ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["clip6d", "sft"])
+@pytest.mark.parametrize("saved", [1, 2], ids=["1 saved", "2 saved"])
+def test_a_framework_resumed_by_another_number_of_ranks_says_that_it_is_not_exact(
+    name: str, saved: int, tmp_path: Path
+) -> None:
+    begin, go_on = functools.partial(train_recipe, crash_at=3), functools.partial(train_recipe, resume=True)
+    for num, train in ((saved, begin), (3 - saved, go_on)):
+        if num == 1:
+            train(name, run_dir=tmp_path)
+        else:
+            run_ranks(functools.partial(train, run_dir=tmp_path), 2, name)
+
+    lines = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
+    told = [line["finding"]["message"] for line in lines if line["finding"]["kind"] == "resumed"]
+    spelled = "2 ranks saved it and 1 resume: " if saved == 2 else "1 rank saved it and 2 resume: "
+    assert [spelled in one for one in told] == [True]

@@ -166,7 +166,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_too_few_pages_are_told(tmp_path: Path) -> None:
     table = write(tmp_path / "pages.jsonl", json.dumps({"num_words": 1, "score_overall": 1}) + "\n")
-    with pytest.raises(UsageError, match="there are 1 pages with scores, too few"):
+    with pytest.raises(UsageError, match="there is 1 page with scores, too few"):
         load_data(UltraOptimizedConfig(data=str(table)))
 
 

@@ -28,6 +28,8 @@ from sft_trainings import (
 from forks import run_forked
 from steadygrad.checkpoint.signals import EXIT_CODE
 from steadygrad.cli import main
+from steadygrad.cli.recipe_folder import remember_settings
+from steadygrad.config.plain import to_plain
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.sft import predict
 from steadygrad_recipes.sft.config import SftConfig
@@ -440,6 +442,35 @@ def test_wrong_input_ends_with_code_2_and_says_what_to_do(
     assert main(["train", "sft", "--run-dir", str(tmp_path / "run"), *flags]) == 2
     captured = capsys.readouterr()
     assert words in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "before"),
+    [
+        (["--lora-rank", "4"], "--lora-rank", "16"),
+        (["--lora-rank", "0"], "--lora-rank", "16"),
+        (["--lora-alpha", "8"], "--lora-alpha", "32.0"),
+        (["--lora-targets", "q_proj"], "--lora-targets", "all-linear"),
+        (["--tiny.width", "64"], "--tiny.width", "32"),
+        (["--model", "elsewhere"], "--model", "none"),
+        (["--seed", "5"], "--seed", "0"),
+    ],
+)
+def test_a_resume_with_another_model_or_split_is_refused_before_anything_is_loaded(
+    words: list[str], flag: str, before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with remember_settings(run, "sft", to_plain(make_config(**SHORT))):
+        (run / "checkpoints" / "checkpoint-8").mkdir(parents=True)  # empty: loading it would be another error
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    assert main(["train", "sft", "--resume", str(run), *words]) == 2
+
+    told = capsys.readouterr().err
+    assert f"{flag} is {words[1]}" in told
+    assert f"and {run} was trained with {before}. " in told
+    assert f"Leave out {flag}, or start a new run." in told
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
 
 def test_bad_rows_are_told_before_anything_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

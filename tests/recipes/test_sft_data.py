@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sft_trainings import write_rows
+from sft_trainings import make_config, write_rows
 
 from steadygrad.config import Precision
 from steadygrad.errors import ConfigError, UsageError
+from steadygrad_recipes.mmdit.texts import encode_texts
 from steadygrad_recipes.sft import QUICK, Config
 from steadygrad_recipes.sft.config import LongPrompts, SftConfig, TinyModel
-from steadygrad_recipes.sft.data import Example, make_examples, parse_row, read_examples, read_file
+from steadygrad_recipes.sft.data import Example, count_known, make_examples, parse_row, read_examples, read_file
 
 pytest.importorskip("transformers")
 from steadygrad_recipes.sft.checkpoints import find_checkpoint, find_damage, write_seal
+from steadygrad_recipes.sft.fine_tune import describe_data
 from steadygrad_recipes.sft.metrics import answer, is_right, parse_answer, score, score_commonest
 from steadygrad_recipes.sft.model import add_lora, load_folder, make_model, make_tokenizer
-from steadygrad_recipes.sft.rows import EpochSampler, Padder, encode, encode_all, has_labels
+from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode, encode_all, has_labels
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:::steadygrad")]
 
@@ -143,6 +147,54 @@ def test_rows_are_held_out_and_no_row_is_in_both(tmp_path: Path) -> None:
     assert len(examples.validation) == 15
     assert sorted(map(str, [*examples.training, *examples.validation])) == sorted(map(str, ROWS))
     assert read_examples(path, None, share=0.25) == examples
+
+
+def test_rows_with_one_prompt_stay_on_one_side_of_the_split(tmp_path: Path) -> None:
+    chats = [Example(({"role": "user", "content": row.prompt},), row.completion) for row in ROWS[:20]]
+    rows = [*ROWS, *ROWS[20:], *chats, *[Example(row.prompt, "other") for row in chats]]
+    examples = read_examples(write_rows(tmp_path / "rows.jsonl", rows), None, share=0.2)
+
+    trained, held_out = ({row.question for row in side} for side in (examples.training, examples.validation))
+    assert not trained & held_out
+    assert len(examples.validation) == pytest.approx(0.2 * len(rows), abs=1)
+    assert len(examples.training) + len(examples.validation) == len(rows)
+    assert count_known(examples) == 0
+
+
+def test_where_all_rows_share_a_prompt_equal_rows_stay_on_one_side(tmp_path: Path) -> None:
+    rows = [Example("Write a line.", f"line {number // 2}") for number in range(80)]
+    examples = read_examples(write_rows(tmp_path / "rows.jsonl", rows), None, share=0.25)
+
+    assert not set(examples.training) & set(examples.validation)
+    assert len(examples.validation) == 20
+    assert count_known(examples) == 20
+
+
+def test_where_all_rows_are_the_same_that_is_said(tmp_path: Path) -> None:
+    examples = read_examples(write_rows(tmp_path / "rows.jsonl", [Example("a", "b")] * 20), None, share=0.2)
+
+    assert (len(examples.training), len(examples.validation), count_known(examples)) == (16, 4, 4)
+    lines = list(describe_data(examples, Encoded([], 0, 0), Encoded([], 0, 0), make_config()))
+    assert "4 rows to validate on with a prompt, or a text, that is trained on too: a good score" in lines[1]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_tokenizing_shows_how_far_it_is_on_a_terminal_only(
+    stream: type[io.StringIO], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setenv("TERM", "xterm")
+
+    encode_all(tokenizer, ROWS, 40, LongPrompts.CUT_END)
+    encode_texts([row.completion for row in ROWS], tokenizer, 4)
+
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert shown.count(f"{len(ROWS)}/{len(ROWS)}") >= 2 if stream is Terminal else shown == ""
 
 
 def test_too_few_rows_to_hold_some_out_is_told(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from steadygrad.cli import main
 from steadygrad.cli.recipe_config import Source, flatten, nest
 from steadygrad.cli.recipe_fields import FieldCommand, check_path, list_fields, spell_value
 from steadygrad.cli.recipe_folder import remember_settings
-from steadygrad.cli.recipes import Recipe, list_recipes
+from steadygrad.cli.recipes import Recipe, find_recipe, list_recipes
 from steadygrad.cli.train import Request, make_config
+from steadygrad.config.plain import to_plain
 from steadygrad_recipes import seo
 
 TINY = ["--num-synthetic", "40", "--epochs", "1", "--hidden", "8", "--text-dim", "4", "--num-buckets", "64"]
@@ -424,6 +425,36 @@ def test_a_resume_that_cannot_begin_leaves_the_settings_as_they_were(finished: P
     assert main(["train", "seo", "--resume", str(finished), "--data", "nowhere"]) == 2
 
     assert (finished / "recipe.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", "9"], "--seed is 9, and {run} was trained with {seed}. "),
+        (["--num-synthetic", "50"], "--num-synthetic is 50, and {run} was trained with 40. "),
+        (["--val-share", "0.5"], "--val-share is 0.5, and {run} was trained with 0.2. "),
+    ],
+)
+def test_a_resume_that_would_split_the_pages_in_another_way_is_refused_and_leaves_the_run_as_it_was(
+    words: list[str], message: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    seed = json.loads((finished / "recipe.json").read_text())["config"]["seed"]
+
+    assert main(["train", "seo", "--resume", str(finished), "--epochs", "5", *words]) == 2
+
+    told = capsys.readouterr().err
+    assert message.format(run=finished, seed=seed) in told
+    assert f"Leave out {words[0]}, or start a new run." in told
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["seo", "clip6d", "cod", "mmdit", "sft"])
+def test_fields_that_a_resume_cannot_change_exist(name: str) -> None:
+    package = find_recipe(name).load()
+    paths = Source(values=to_plain(package.Config())).values
+
+    assert [field for field in package.FIXED if not any(f"{path}.".startswith(f"{field}.") for path in paths)] == []
 
 
 def fail(run: Path, epochs: int, error: BaseException, **written: str) -> None:

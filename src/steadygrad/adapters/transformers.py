@@ -24,6 +24,7 @@ from steadygrad.act.precision import choose_precision
 from steadygrad.adapters.findings import Warnings, describe_error
 from steadygrad.adapters.safe_loss import SafeLoss, safe_compute_loss
 from steadygrad.adapters.settings import adopt_settings, read_clipping
+from steadygrad.checkpoint.resumed import describe_other_ranks
 from steadygrad.config import GuardConfig, Precision
 from steadygrad.config.switch import is_switched_off
 from steadygrad.errors import SteadygradError, UsageError
@@ -45,6 +46,8 @@ TrainerCallback: Any = _transformers.TrainerCallback
 NOT_FINITE = "Look at callback.guard.incidents for the step and its cause; safe_compute_loss(trainer) keeps it usable."
 STATE_FILE = "steadygrad.pt"
 """The file with the Guard's state, next to the Trainer's own files in each of its checkpoints."""
+NUM_RANKS = "num_ranks"
+"""Key in that file, beside the Guard's own: how many processes saved it."""
 
 
 class GuardCallback(TrainerCallback):  # type: ignore[misc]
@@ -91,7 +94,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
             sinks=self._sinks,
         )
         self._window, self._num_skipped_logged, self._warnings, self._reported_error = None, 0, Warnings(), 0
-        self._resume(checkpoint)
+        self._resume(checkpoint, args.world_size)
         self._tie(trainer)
 
     def _tie(self, trainer: Any) -> None:
@@ -212,7 +215,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
             return
         guard_state = self._guard.state_dict()  # on every rank: a state in shards is put together by all of them
         if args.should_save and folder.is_dir():
-            self._write_state(guard_state, folder / STATE_FILE)
+            self._write_state({**guard_state, NUM_RANKS: args.world_size}, folder / STATE_FILE)
 
     def _write_state(self, guard_state: Any, path: Path) -> None:
         aside = path.with_name(f"{path.name}.tmp")
@@ -225,12 +228,17 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
                 "save", f"the guard's state was not saved to {path}: {error}.", "A resume starts its history afresh."
             )
 
-    def _resume(self, checkpoint: str | None) -> None:
+    def _resume(self, checkpoint: str | None, num_ranks: int) -> None:
         path = None if checkpoint is None else Path(checkpoint) / STATE_FILE
         if path is not None and path.is_file():
             # A checkpoint may come from anywhere: weights_only refuses everything that would run code.
-            self.guard.load_state_dict(torch.load(path, weights_only=True))
+            guard_state = torch.load(path, weights_only=True)
+            num_saved = guard_state.pop(NUM_RANKS, num_ranks)  # earlier versions did not save it
+            self.guard.load_state_dict(guard_state)
             self._num_skipped_logged = int(self.guard.stats()["num_skipped"] or 0)
+            found = describe_other_ranks(self.guard.num_steps, num_saved, num_ranks)
+            if found is not None:
+                self.guard.note(found)
 
 
 GradientMonitoringCallback = GuardCallback

@@ -23,9 +23,9 @@ from steadygrad.checkpoint.gather import describe_missing, gather_training, list
 from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.position import DataPositions
-from steadygrad.checkpoint.resumed import Resumed
+from steadygrad.checkpoint.resumed import Resumed, list_inexact
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.sharded import BUFFERS, ShardedStore, describe_other_ranks, is_sharded
+from steadygrad.checkpoint.sharded import BUFFERS, ShardedStore, count_saving_ranks, is_sharded
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.store import CheckpointStore
 from steadygrad.checkpoint.training import gather_accumulated, put_accumulated, put_back
@@ -299,7 +299,7 @@ class RunCheckpoints:
         if state["clip"] != self._clip:
             state["guard"]["clip"] = {}
             problems.append(f"clipping by {self._clip} starts over: the checkpoint has {state['clip']}")
-        problems += describe_other_ranks(checkpoint.info, self._ranks)
+        problems += list_inexact(count_saving_ranks(checkpoint.info), self._ranks.num)
         accumulated = put_accumulated(state["accumulated"], self._model, self._buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
         self._random = live_random(state["random"])

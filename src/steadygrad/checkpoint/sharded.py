@@ -293,12 +293,9 @@ class ShardedStore:
         """Do nothing: no resources are held."""
 
 
-def describe_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
-    """Describe what cannot be exact when the number of ranks differs from that of the save."""
-    saved = int(info.manifest.about.get(NUM_RANKS, 1))
-    if saved == ranks.num:
-        return []
-    return [f"{saved} ranks saved it and {ranks.num} resume: random numbers and the order of the data will differ"]
+def count_saving_ranks(info: CheckpointInfo) -> int:
+    """Return how many ranks saved the checkpoint."""
+    return int(info.manifest.about.get(NUM_RANKS, 1))
 
 
 def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks) -> Checkpoint:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.cli.recipe_config import Source
+from steadygrad.cli.recipe_fields import spell_flag, spell_value
 from steadygrad.errors import SteadygradError, TrainingHalted, UsageError
 
 RUNS = Path("runs")
@@ -128,6 +129,20 @@ def require_new(run_dir: Path, name: str) -> None:
             f"{run_dir} already holds a training. Continue it with steadygrad train {name} --resume {run_dir}, "
             "or give another --run-dir."
         )
+
+
+def require_same(fields: Sequence[str], before: Source, now: Source, run_dir: Path) -> None:
+    """Refuse to resume with another value of one of these fields, or of one inside it."""
+    for path, value in now.values.items():
+        is_fixed = any(f"{path}.".startswith(f"{field}.") for field in fields)
+        earlier = before.values.get(path, value)  # a field that the run did not have yet cannot differ
+        # Through JSON, which has made lists of the run's tuples
+        if is_fixed and json.loads(json.dumps(value)) != earlier != value:
+            raise UsageError(
+                f"{spell_flag(path)} is {spell_value(value)}, and {run_dir} was trained with {spell_value(earlier)}. "
+                "Its weights, or what it holds out for validation, depend on that. Leave out "
+                f"{spell_flag(path)}, or start a new run."
+            )
 
 
 def has_begun(run_dir: Path) -> bool:

@@ -6,7 +6,8 @@ run_dir, resume, console) -> int`; if it can, `predict(config, path, *, run_dir,
 console)`, `check(*, console)`, which returns the number of failures, and `open_target(config)`, which `steadygrad tune`
 needs. `ALIASES` gives a field a second name on the command line, `PREDICT` is the help of `--predict`, `LOOP` names a
 framework that runs the loop, so that it cannot be tuned. `DESCRIBED_IN` names files that `train` writes into the run
-directory about the model: they are put back if a resume cannot begin.
+directory about the model: they are put back if a resume cannot begin. `FIXED` names the fields that a resume cannot
+change, because the model or the split into training and validation depends on them; a part (`model`) names all in it.
 """
 
 from __future__ import annotations

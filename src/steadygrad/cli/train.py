@@ -26,6 +26,7 @@ from steadygrad.cli.recipe_folder import (
     read_settings,
     remember_settings,
     require_new,
+    require_same,
 )
 from steadygrad.cli.recipe_ranks import choose_together, end_rank, is_first, is_launched, on_first_rank, quiet_others
 from steadygrad.cli.recipes import Recipe, find_recipe, list_recipes
@@ -173,7 +174,10 @@ def _choose(recipe: Recipe, package: Any, request: Request) -> tuple[Path, Any]:
     resume, takes_weights = request.resume, getattr(package, "TAKES_WEIGHTS", False)
     run_dir = choose_folder(recipe.name, request.run_dir, resume, takes_weights=takes_weights)
     goes_on = resume is not None and not (takes_weights and is_weights(resume))
-    config = make_config(package, request, read_settings(run_dir, recipe.name) if goes_on else None)
+    remembered = read_settings(run_dir, recipe.name) if goes_on else None
+    config = make_config(package, request, remembered)
+    if remembered is not None and has_begun(run_dir):
+        require_same(getattr(package, "FIXED", ()), remembered, Source(values=to_plain(config)), run_dir)
     if not goes_on:
         require_new(run_dir, recipe.name)
     return run_dir, config

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 from steadygrad.facts import Finding, Severity
+from steadygrad.guard import Guard
+from steadygrad.trainer.ranks import share_from_first
+from steadygrad.view.read.incident_log import find_step, look
+from steadygrad.view.read.tail import parse_line
 
 HARDLY = 0.95
 """Share of the guess's loss from which a validation loss is barely better: seeds and noise explain the rest."""
@@ -17,6 +22,31 @@ EXPLODED = 10.0
 """Multiple of the guess's loss, and of the first loss, that no healthy start reaches."""
 FIRST_STEPS = 100
 """Steps that count as the start."""
+
+
+def report_training(
+    guard: Guard,
+    run_dir: Path | None,
+    losses: Iterable[float],
+    guess: float | None,
+    *,
+    first: float | None,
+    peak: tuple[int, float] | None,
+) -> None:
+    """Record what there is to say about an ended run, unless it was recorded when the run ended before a resume."""
+    # Rank 0's look at the record: it may be writing while the others read
+    known = share_from_first(lambda: set() if run_dir is None else find_recorded(run_dir))
+    for found in judge_training(losses, guess, first=first, peak=peak, step=guard.num_steps - 1):
+        if (found.kind, found.step) not in known:
+            guard.note(found)
+
+
+def find_recorded(run_dir: Path) -> set[tuple[str, int]]:
+    """Return kind and step of each incident in the run's record."""
+    path = run_dir / "incidents.jsonl"
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    rows = [row for line in lines if (row := parse_line(line)) is not None]
+    return {(str(look(row, "finding", "kind")), find_step(row)) for row in rows}
 
 
 def judge_training(

@@ -33,7 +33,7 @@ from steadygrad.trainer.batches import count_batches, count_steps, move_batch, s
 from steadygrad.trainer.choices import StaysOpen, open_trackers
 from steadygrad.trainer.evaluating import in_eval_mode, look_at_model, make_autocast
 from steadygrad.trainer.files import Start, append_metrics, find_start, load_model, save_model
-from steadygrad.trainer.guessing import judge_training
+from steadygrad.trainer.guessing import report_training
 from steadygrad.trainer.pace import Pace, describe_metrics, spell_numbers
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import (
@@ -216,10 +216,7 @@ class Trainer(Task):
             return
         progress, guess = self._progress, None if val_loader is None else self._guess(val_loader)
         losses = [entry["loss"] for entry in (*self.val_history, *self.step_history) if "loss" in entry]
-        for found in judge_training(
-            losses, guess, first=progress.first_loss, peak=progress.peak, step=guard.num_steps - 1
-        ):
-            guard.note(found)
+        report_training(guard, self.run_dir, losses, guess, first=progress.first_loss, peak=progress.peak)
 
     def _guess(self, val_loader: Iterable[Any]) -> float | None:
         with unchanged_random([self.device]), torch.no_grad():

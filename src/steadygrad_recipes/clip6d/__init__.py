@@ -25,6 +25,7 @@ _CLASSES = {
 }
 """Name -> module, for `__getattr__`."""
 LOOP = "Lightning"
+FIXED = ("seed", "num_synthetic", "val_share")
 ALIASES = {"lr": "learning_rate"}
 PREDICT = "what a run finds nearest to a picture or a text; of a folder of classes, the zero-shot accuracy"
 QUICK = {

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 from steadygrad.adapters.lightning import GuardCallback
+from steadygrad.checkpoint.resumed import describe_other_ranks
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.state.random_state import capture_random, restore_random
 from steadygrad.trainer.files import append_metrics
-from steadygrad.trainer.guessing import judge_training
+from steadygrad.trainer.guessing import report_training
 from steadygrad.trainer.pace import Pace
 from steadygrad.trainer.progress import Progress
-from steadygrad.trainer.ranks import find_rank, gather_from_ranks, is_first
+from steadygrad.trainer.ranks import count_ranks, find_rank, gather_from_ranks, is_first
 from steadygrad.view.progress import describe_step
 from steadygrad_recipes.clip6d.config import Clip6dConfig
 from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus
@@ -57,6 +58,8 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress, self._io, self._run_dir, self._console = progress, io, run_dir, console
         self._watch = watch
         self._random: dict[str, Any] | None = None
+        self._num_saved: int | None = None
+        """Number of ranks that saved the checkpoint; None: nothing was resumed."""
         self._devices: list[torch.device] = []
         self._pace, self._num_planned = Pace(), 0
         loader.describe = self._describe
@@ -78,8 +81,11 @@ class RunSaver(Callback):  # type: ignore[misc]
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the device, now that the module is on it, and start the clock."""
+        """Note the device, now that the module is on it, warn if other ranks saved, and start the clock."""
         self._devices = [pl_module.device]
+        found = describe_other_ranks(trainer.global_step, self._num_saved or count_ranks(), count_ranks())
+        if found is not None and self.guard is not None:
+            self.guard.note(found)
         self._pace.begin(trainer.global_step)
         limit = self._config.max_steps
         planned = int(trainer.estimated_stepping_batches)
@@ -135,10 +141,7 @@ class RunSaver(Callback):  # type: ignore[misc]
             return
         guess, progress = guess_loss(pl_module, self._corpus, self._config), self._progress
         losses = [entry["val_loss"] for entry in progress.val_history]
-        for found in judge_training(
-            losses, guess, first=progress.first_loss, peak=progress.peak, step=self.guard.num_steps - 1
-        ):
-            self.guard.note(found)
+        report_training(self.guard, self._run_dir, losses, guess, first=progress.first_loss, peak=progress.peak)
 
     def _leave_if_asked(self) -> None:
         if self._watch.received is not None:
@@ -204,6 +207,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._loader.load_state_dict(state["loader"])
         every = state["random"]
         every = [every] if isinstance(every, Mapping) else every  # of a run that knew one process only
+        self._num_saved = len(every)
         # Kept for the first batch: Lightning draws numbers between this and that
         self._random = dict(every[find_rank() % len(every)])
 

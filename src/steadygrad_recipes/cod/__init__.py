@@ -20,6 +20,7 @@ _CLASSES = {"CamouflageNet": "model", "CodTrainer": "trainer"}
 """Name -> module, for `__getattr__`."""
 PREDICT = "masks of a picture, or of a folder of them, by a trained run; written into its predictions"
 TAKES_WEIGHTS = True
+FIXED = ("seed", "num_made")
 """--resume may name a file from another program, such as `best_model.pth`."""
 
 __all__ = ["PREDICT", "QUICK", "SUMMARY", "TAKES_WEIGHTS", "CodConfig", "Config", "open_target", "predict", "train"]

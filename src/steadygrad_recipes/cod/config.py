@@ -69,7 +69,7 @@ class CodConfig(BatchSettings):
     include_noncam: bool = False
     """Whether to also use images named COD10K-NonCAM-..., which show no hidden object."""
     skip_bad_data: bool = False
-    """Whether to leave out and list pairs that cannot be used; otherwise they end the run before it begins."""
+    """Whether to leave out and list pairs that cannot be used; otherwise they end the run."""
     num_workers: int = 0
     """Processes that load images."""
     num_made: int = 64

@@ -7,6 +7,7 @@ direction. They depend only on the seed.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,24 +21,58 @@ from steadygrad.errors import UsageError
 from steadygrad_recipes.cod.config import CodConfig
 from steadygrad_recipes.cod.folder import Pair, Split, find_split, import_pillow, require_usable, spell_error
 
+logger = logging.getLogger("steadygrad")
+
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet, which trained backbones expect."""
 
+ADVICE = " Fix the file, or leave it out (--skip-bad-data true); a training that it ended continues with --resume."
+"""End of the error about a picture that cannot be decoded."""
+LEFT_OUT = "left_out.txt"
+"""List of the files that are not used, in the run directory."""
+
 Sample = dict[str, Tensor]
+
+
+class LateFaults:
+    """Lists files that turn out to be damaged when they are decoded: each once, in a file that workers share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, line: str) -> None:
+        """Append the line and log it, unless it is there."""
+        known = self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []
+        if line in known:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        # An error: other ranks than the first log nothing less, and each reads other files
+        logger.error("%s Another one takes its place; it is listed in %s.", line, self._path)
 
 
 class PairDataset(Dataset[Sample]):
     """Files -> samples."""
 
-    def __init__(self, pairs: Sequence[Pair], size: int) -> None:
-        self.pairs, self.size = tuple(pairs), size
+    def __init__(self, pairs: Sequence[Pair], size: int, faults: LateFaults | None = None) -> None:
+        """`faults`: where to list a pair that cannot be decoded, for which the next one stands in; None: an error."""
+        self.pairs, self.size, self._faults = tuple(pairs), size, faults
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Sample:
-        pair = self.pairs[index]
+        for ahead in range(len(self)):
+            try:
+                return self._read(self.pairs[(index + ahead) % len(self)])
+            except UsageError as error:
+                if self._faults is None or ahead + 1 == len(self):
+                    raise
+                self._faults.add(str(error).removesuffix(ADVICE))
+        raise IndexError(index)
+
+    def _read(self, pair: Pair) -> Sample:
         image = read_picture(pair.image, self.size)
         if pair.mask is None:
             return {"image": image, "mask": torch.zeros(1, self.size, self.size)}
@@ -57,8 +92,13 @@ class MadeDataset(Dataset[Sample]):
         return {"image": self.images[index], "mask": self.masks[index]}
 
 
-def open_datasets(config: CodConfig) -> tuple[Dataset[Sample], Dataset[Sample], dict[str, Split]]:
-    """Return training and evaluation data, and the folder's splits; no splits for generated pictures."""
+def open_datasets(
+    config: CodConfig, run_dir: Path | None = None
+) -> tuple[Dataset[Sample], Dataset[Sample], dict[str, Split]]:
+    """Return training and evaluation data, and the folder's splits; no splits for generated pictures.
+
+    With `skip_bad_data`, files that are found to be damaged later are listed in `run_dir`; without one they are errors.
+    """
     if config.dataset_path is None:
         train = MadeDataset(config.num_made, config.image_size, config.seed)
         # Another seed, or the evaluation pictures would be among those trained on
@@ -68,7 +108,8 @@ def open_datasets(config: CodConfig) -> tuple[Dataset[Sample], Dataset[Sample], 
         split = find_split(config.dataset_path, name, include_noncam=config.include_noncam)
         require_usable(split, config.dataset_path, name, skip_bad=config.skip_bad_data)
         splits[name] = split
-    train_set, test_set = (PairDataset(split.pairs, config.image_size) for split in splits.values())
+    faults = LateFaults(run_dir / LEFT_OUT) if config.skip_bad_data and run_dir is not None else None
+    train_set, test_set = (PairDataset(split.pairs, config.image_size, faults) for split in splits.values())
     return train_set, test_set, splits
 
 
@@ -119,10 +160,7 @@ def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
             way = pillow.Resampling.BILINEAR if smooth else pillow.Resampling.NEAREST
             scaled = picture.convert(mode).resize((size, size), way)
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-        raise UsageError(
-            f"{path} cannot be read as a picture ({spell_error(error)}). Fix the file, or leave it out; a "
-            "training that it ended continues with --resume."
-        ) from None
+        raise UsageError(f"{path} cannot be read as a picture ({spell_error(error)}).{ADVICE}") from None
     pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8).float() / 255
     return pixels.view(size, size, 3) if mode == "RGB" else pixels.view(size, size)
 

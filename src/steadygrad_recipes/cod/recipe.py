@@ -16,20 +16,19 @@ from steadygrad.trainer import load_trained
 from steadygrad.trainer.files import find_best as find_best_checkpoint
 from steadygrad.trainer.ranks import is_first
 from steadygrad_recipes.cod.config import CodConfig
-from steadygrad_recipes.cod.data import PairDataset, Sample, open_datasets, open_loaders, read_picture
+from steadygrad_recipes.cod.data import LEFT_OUT, PairDataset, Sample, open_datasets, open_loaders, read_picture
 from steadygrad_recipes.cod.folder import SUFFIXES, Split, import_pillow
 from steadygrad_recipes.cod.model import build_network, take_outputs
 from steadygrad_recipes.cod.pictures import encode_png
 from steadygrad_recipes.cod.trainer import CodTrainer, choose_place
 
-LEFT_OUT = "left_out.txt"
 BEST = ("best", "best_model.pth")
 PREDICTIONS = "predictions"
 
 
 def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
     """Train both stages, or resume them; returns 0 when training reached its end."""
-    train_set, test_set, splits = open_datasets(config)
+    train_set, test_set, splits = open_datasets(config, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     _print_data(splits, len(train_set), len(test_set), run_dir, console)  # type: ignore[arg-type]
     loaders = open_loaders(config, train_set, test_set)

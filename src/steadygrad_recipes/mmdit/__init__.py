@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 Config = MMDiTConfig
 SUMMARY = "text and latent diffusion trained jointly by a multimodal transformer"
 DESCRIBED_IN = ("mmdit.json",)
+FIXED = ("training.seed", "data.num_synthetic", "data.val_fraction")
 _CLASSES = {"MMDiT": "model", "MMDiTTrainer": "trainer"}
 """Name -> module, for `__getattr__`."""
 
-__all__ = ["DESCRIBED_IN", "QUICK", "SUMMARY", "Config", "MMDiTConfig", "open_target", "sample", "train"]
+__all__ = ["DESCRIBED_IN", "FIXED", "QUICK", "SUMMARY", "Config", "MMDiTConfig", "open_target", "sample", "train"]
 
 
 def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:

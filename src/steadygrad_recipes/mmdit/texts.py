@@ -17,6 +17,7 @@ from torch import Tensor
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad_recipes.tables import read_jsonl, require_text
+from steadygrad_recipes.tokenizing import show_tokenizing
 
 LATENTS, TOKENS = "_latents.npy", "_tokens.npy"
 MAX_SHOWN = 5
@@ -105,7 +106,7 @@ def read_texts(path: Path, tokenizer: Any, length: int) -> Texts:
 
 def encode_texts(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tensor, Tensor, int]:
     """Return ids [N, L] padded with 0, the mask of what is not padding, and how many texts were cut at `length`."""
-    whole = [list(tokenizer(text)["input_ids"]) for text in texts]
+    whole = [list(tokenizer(text)["input_ids"]) for text in show_tokenizing(texts)]
     rows = [row[:length] for row in whole]
     longest = max(map(len, rows), default=1) or 1
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32).view(-1, longest)

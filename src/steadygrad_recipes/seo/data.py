@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from steadygrad.errors import UsageError
+from steadygrad.words import spell_count
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.features import split_words
 from steadygrad_recipes.seo.readers import Row, list_features, read_rows
@@ -81,9 +82,9 @@ def split_data(rows: list[Row], left_out: list[str], config: UltraOptimizedConfi
     """Build the tensors of all rows, and split off validation pages at random, the same for the same seed."""
     if len(rows) < 5:
         found = "".join(f" Left out: {reason}." for reason in left_out[:3])
-        raise UsageError(
-            f"there are {len(rows)} pages with scores, too few to train and validate on.{found} Give at least 5."
-        )
+        are = "is" if len(rows) < 2 else "are"
+        pages = spell_count(len(rows), "page")
+        raise UsageError(f"there {are} {pages} with scores, too few to train and validate on.{found} Give at least 5.")
     # The order of columns is the order of weights: it is saved with the run and must not depend on a set's order
     names = Names(list_features(rows), tuple(dict.fromkeys(name for row in rows for name in row.scores)))
     tensors = encode_rows(rows, names, config)

@@ -19,7 +19,7 @@ from steadygrad_recipes.tables import read_lines, require_text
 if TYPE_CHECKING:
     from steadygrad_recipes.sft.console import Console
 
-__all__ = ["LOOP", "QUICK", "SUMMARY", "Config", "predict", "train"]
+__all__ = ["FIXED", "LOOP", "QUICK", "SUMMARY", "Config", "predict", "train"]
 
 Config = SftConfig
 SUMMARY = "supervised fine-tuning with LoRA, by transformers' Trainer"
@@ -30,6 +30,10 @@ _CLASSES = {
 }
 """Name -> module, for `__getattr__`."""
 LOOP = "transformers' Trainer"
+FIXED = (
+    "model", "tiny", "lora_rank", "lora_alpha", "lora_targets",
+    "seed", "num_synthetic", "largest_amount", "validation_share",
+)  # fmt: skip
 
 
 def train(config: SftConfig, *, run_dir: Path, resume: str | None = None, console: Console) -> int:

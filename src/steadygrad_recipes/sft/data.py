@@ -6,8 +6,10 @@ that cannot be used are named, all in one error, or left out and counted on requ
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,11 @@ class Example:
 
     prompt: str | tuple[Message, ...]
     completion: str
+
+    @property
+    def question(self) -> str:
+        """The prompt as one text, to compare it with others."""
+        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,40 @@ def read_examples(
             f"{spell_count(len(rows), 'row')} in {data or 'the made set'}, of which a share of {share:g} is held out: "
             "that leaves nothing for one of both. Give more rows, or a file with SftConfig.validation."
         )
+    return Examples(*split_rows(rows, num_held_out, seed), tuple(left_out))
+
+
+def split_rows(rows: Sequence[Example], num_held_out: int, seed: int) -> tuple[list[Example], list[Example]]:
+    """Return the rows to train on, and about so many held out at random: the same for the same seed.
+
+    Rows with the same prompt stay on one side, or validation would reward what was learned by heart. Where nearly all
+    share a prompt, rows that are the same in full do; where nearly all are the same, nothing can.
+    """
     shuffled = random.Random(seed).sample(rows, len(rows))
-    return Examples(shuffled[num_held_out:], shuffled[:num_held_out], tuple(left_out))
+    ways = [row.question for row in shuffled], [(row.question, row.completion) for row in shuffled], range(len(rows))
+    for keys in ways:
+        held_out = _choose_keys(keys, num_held_out)
+        chosen = [key in held_out for key in keys]
+        if 2 * sum(chosen) >= num_held_out:
+            break
+    training = [row for row, is_held_out in zip(shuffled, chosen) if not is_held_out]
+    return training, [row for row, is_held_out in zip(shuffled, chosen) if is_held_out]
+
+
+def _choose_keys(keys: Iterable[Hashable], num_rows: int) -> set[Hashable]:
+    """Return the first keys whose rows fit into so many; a key with too many rows is passed over."""
+    chosen = set()
+    for key, count in Counter(keys).items():  # in the order of the keys
+        if count <= num_rows:
+            chosen.add(key)
+            num_rows -= count
+    return chosen
+
+
+def count_known(examples: Examples) -> int:
+    """Return how many held-out rows have a prompt, or without one a text, that is trained on too."""
+    known = {row.question or row.completion for row in examples.training}
+    return sum((row.question or row.completion) in known for row in examples.validation)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -30,14 +30,14 @@ from steadygrad.errors import ConfigError, TrainingHalted, UsageError
 from steadygrad.extras import import_extra
 from steadygrad.trainer.choices import choose_clip, choose_policy, open_trackers
 from steadygrad.trainer.files import append_metrics
-from steadygrad.trainer.guessing import judge_training
+from steadygrad.trainer.guessing import report_training
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, join_ranks, share_from_first
 from steadygrad.words import spell_count
 from steadygrad_recipes.sft.checkpoints import SealCheckpoints, StopOnSignal, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.console import Console, NormKeeper, TrainingVoice
-from steadygrad_recipes.sft.data import Examples, read_examples
+from steadygrad_recipes.sft.data import Examples, count_known, read_examples
 from steadygrad_recipes.sft.metrics import (
     Checker,
     Scores,
@@ -113,18 +113,15 @@ class MetricsFile(_TrainerCallback):  # type: ignore[misc]
 class LearningJudge(_TrainerCallback):  # type: ignore[misc]
     """Reports a run that did no better than a guess, or whose first losses exploded, before the guard closes."""
 
-    def __init__(self, guards: GuardCallback, start: Progress, guess: float | None) -> None:
-        self._guards, self._start, self._guess = guards, start, guess
+    def __init__(self, guards: GuardCallback, start: Progress, guess: float | None, run_dir: Path) -> None:
+        self._guards, self._start, self._guess, self._run_dir = guards, start, guess, run_dir
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the validation losses, those before a resume included, with the guess."""
         guard, start = self._guards.guard, self._start
         guard.flush()
         losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
-        for found in judge_training(
-            losses, self._guess, first=start.first_loss, peak=start.peak, step=guard.num_steps - 1
-        ):
-            guard.note(found)
+        report_training(guard, self._run_dir, losses, self._guess, first=start.first_loss, peak=start.peak)
 
 
 class EpochEvents(_TrainerCallback):  # type: ignore[misc]
@@ -243,7 +240,7 @@ def build_trainer(
         start = Progress()
         sinks = [norms, start, *open_trackers(config, run_dir)]
         callback = GuardCallback(make_guard_config(config), run_dir=run_dir, sinks=sinks)
-        guards = [LearningJudge(callback, start, guess_loss(training.rows, held_out)), callback]
+        guards = [LearningJudge(callback, start, guess_loss(training.rows, held_out), run_dir), callback]
     trainer = SftTrainer(
         model=model,
         args=make_arguments(config, run_dir, validates=bool(held_out)),
@@ -327,6 +324,12 @@ def _choose_sharding(config: SftConfig) -> dict[str, Any]:
 def describe_data(examples: Examples, training: Encoded, validation: Encoded, config: SftConfig) -> Iterator[str]:
     """Yield lines on how much data there is, and on rows that were left out, were cut, or have no label."""
     yield f"{spell_count(len(training.rows), 'row')} to train on, {len(validation.rows)} to validate on."
+    num_known = count_known(examples)
+    if num_known:
+        yield (
+            f"{spell_count(num_known, 'row')} to validate on with a prompt, or a text, that is trained on too: a good "
+            "score there may be learned by heart."
+        )
     if examples.left_out:
         yield f"{spell_count(len(examples.left_out), 'row')} left out, listed in {LEFT_OUT}: {examples.left_out[0]}"
     cut = training.num_cut + validation.num_cut

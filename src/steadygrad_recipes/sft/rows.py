@@ -19,6 +19,7 @@ from steadygrad.adapters.safe_loss import IGNORE_INDEX
 from steadygrad.errors import ConfigError
 from steadygrad_recipes.sft.config import LongPrompts
 from steadygrad_recipes.sft.data import Example
+from steadygrad_recipes.tokenizing import show_tokenizing
 
 Row = dict[str, list[int]]
 MEGABATCH = 50
@@ -66,7 +67,7 @@ def encode(tokenizer: Any, example: Example, max_length: int, long_prompts: Long
 
 def encode_all(tokenizer: Any, examples: Sequence[Example], max_length: int, long_prompts: LongPrompts) -> Encoded:
     """Encode every row; none is left out."""
-    pairs = [encode(tokenizer, example, max_length, long_prompts) for example in examples]
+    pairs = [encode(tokenizer, example, max_length, long_prompts) for example in show_tokenizing(examples)]
     rows = [row for row, _ in pairs]
     return Encoded(rows, sum(cut for _, cut in pairs), sum(not has_labels(row) for row in rows))
 
