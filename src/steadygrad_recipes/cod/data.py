@@ -48,8 +48,8 @@ class LateFaults:
             return
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        # An error: other ranks than the first log nothing less, and each reads other files
-        logger.error("%s Another one takes its place; it is listed in %s.", line, self._path)
+        # As an error: ranks other than the first log nothing below that, and each reads its own files
+        logger.error("%s The next picture takes its place; the file is listed in %s.", line, self._path)
 
 
 class PairDataset(Dataset[Sample]):
