@@ -17,7 +17,7 @@ from steadygrad import UsageError
 from steadygrad.cli import main
 from steadygrad.cli.recipe_config import Source, flatten, nest
 from steadygrad.cli.recipe_fields import FieldCommand, check_path, list_fields, spell_value
-from steadygrad.cli.recipe_folder import remember_settings
+from steadygrad.cli.recipe_folder import remember_settings, require_same
 from steadygrad.cli.recipes import Recipe, find_recipe, list_recipes
 from steadygrad.cli.train import Request, make_config
 from steadygrad.config.plain import to_plain
@@ -425,6 +425,13 @@ def test_a_resume_that_cannot_begin_leaves_the_settings_as_they_were(finished: P
     assert main(["train", "seo", "--resume", str(finished), "--data", "nowhere"]) == 2
 
     assert (finished / "recipe.json").read_text() == before
+
+
+def test_a_model_whose_folder_was_moved_is_the_same_and_another_one_is_not(tmp_path: Path) -> None:
+    before = Source(values={"model": "/old/disk/base"})
+    require_same(("model",), before, Source(values={"model": str(tmp_path / "base")}), tmp_path)
+    with pytest.raises(UsageError, match="was trained with /old/disk/base"):
+        require_same(("model",), before, Source(values={"model": str(tmp_path / "other")}), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,17 @@ def require_same(fields: Sequence[str], before: Source, now: Source, run_dir: Pa
         is_fixed = any(f"{path}.".startswith(f"{field}.") for field in fields)
         earlier = before.values.get(path, value)  # a field that the run did not have yet cannot differ
         # Through JSON, which has made lists of the run's tuples
-        if is_fixed and json.loads(json.dumps(value)) != earlier != value:
+        if is_fixed and json.loads(json.dumps(value)) != earlier != value and not _is_moved(earlier, value):
             raise UsageError(
                 f"{spell_flag(path)} is {spell_value(value)}, and {run_dir} was trained with {spell_value(earlier)}. "
                 "Its weights, or what it holds out for validation, depend on that. Leave out "
                 f"{spell_flag(path)}, or start a new run."
             )
+
+
+def _is_moved(earlier: object, value: object) -> bool:
+    """Whether both are paths of one name: a model's folder may have been moved since."""
+    return isinstance(earlier, str) and isinstance(value, str) and Path(earlier).name == Path(value).name
 
 
 def has_begun(run_dir: Path) -> bool:
