@@ -131,5 +131,5 @@ def _find_closest(sums: Tensor) -> Tensor:
     together = products / num - totals * totals[-1] / num**2
     unexplained = (1 - together**2 / (variances * variances[-1])).abs()[:-1]
     unexplained = torch.where(variances[:-1] > 0, unexplained, torch.inf)  # NaN where all labels are the same
-    best = unexplained.argmin()
-    return torch.stack([best.double(), unexplained[best], num, torch.minimum(same, num - same)])
+    least, best = unexplained.min(0)  # not unexplained[argmin]: an index on the device would wait for it
+    return torch.stack([best.double(), least, num, torch.minimum(same, num - same)])
