@@ -41,8 +41,6 @@ CLIPS: dict[str, FixedNorm | None] = {"clipped": FixedNorm(max_norm=1.0), "uncli
 TOLERANCE = 1.05
 RATE_TOLERANCE = 1.1
 """A rate that is too high from the start is lowered to about the right one, not exactly to it."""
-START_TOLERANCE = 1.2
-"""For a fault from the start in a short run: with another rounding of the norm it ends at 1.13 to 1.151."""
 
 
 def clip_of(clip: FixedNorm | None) -> Callable[[nn.Module], Any] | None:
@@ -228,14 +226,14 @@ def test_a_learning_rate_that_no_attempt_corrects_halts_with_a_report() -> None:
 
 
 def test_an_rnn_that_starts_unstable_is_named_and_clipping_saves_it() -> None:
-    # Half of its steps: then the guarded loss is 1.13 times the clean one, the unguarded one 2.2 times.
-    story = dataclasses.replace(make_slow_story(), clean=train_memory(1200))
+    # All of its steps: after half of them the guarded loss is 1.13 to 1.27 times the clean one, by the processor.
+    story = make_slow_story()
     clean = run_clean(story.clean, clipped=True)
     assert story.train_plain().loss > 1.5 * clean.loss
 
     guarded = story.train_guarded(clip=CLIPS["clipped"])
 
-    assert guarded.loss < START_TOLERANCE * clean.loss
+    assert guarded.loss < RATE_TOLERANCE * clean.loss
     assert guarded.guard is not None
     assert {f.kind for f in guarded.guard.findings} >= story.finds
     assert min(f.step for f in guarded.guard.findings if f.kind == "exploding_gradient") == 0

@@ -330,7 +330,9 @@ class Prover:
         elif proof.answer is Answer.DAMAGED:
             self._open(_suspect_lasting(finding), step, is_reported=True)
             limit = finding.evidence.get("highest")  # of the loss; an outlying gradient has none
-            if isinstance(limit, float) and not is_spike_of_weights(proof.now, proof.then, limit):
+            # To initial weights any batch is above the limit: if the present ones do worse, they are to blame.
+            is_trained = proof.reference != 0
+            if is_trained and isinstance(limit, float) and not is_spike_of_weights(proof.now, proof.then, limit):
                 finding = dataclasses.replace(finding, severity=Severity.INFO)  # until the test shows lasting harm
         return report_spike(finding, proof)
 
