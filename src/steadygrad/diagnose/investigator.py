@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from steadygrad.diagnose.unrepeated import Rest
 from steadygrad.facts import Cause, Finding, Reading, Severity
 from steadygrad.measure.gradient_access import GradientAccess
 from steadygrad.state.hidden_hooks import hide_hooks
+from steadygrad.state.live_objects import list_live
 from steadygrad.state.shards import is_dtensor
 from steadygrad.state.tree import map_tensors
 
@@ -370,6 +370,4 @@ def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     A script does not hand it over, and a replay through it that stops early would leave its reducer half prepared.
     """
     own, kind = {id(p) for p in model.parameters()}, nn.parallel.DistributedDataParallel
-    # type(), since isinstance() asks __class__, which runs the code of lazy proxies.
-    wrappers: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
-    return next((one for one in wrappers if own & {id(p) for p in one.parameters()}), None)
+    return next((one for one in list_live(kind) if own & {id(p) for p in one.parameters()}), None)

@@ -6,7 +6,6 @@ optimizer's step is run on the replayed gradients, traced, and undone: weights, 
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from steadygrad.diagnose.keep import undone
 from steadygrad.diagnose.ranges import RangeTable
 from steadygrad.diagnose.replay import Run, Step, call_user, observe
 from steadygrad.diagnose.trace import Trace
+from steadygrad.state.live_objects import list_live
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,7 @@ def find_optimizers(model: nn.Module | None) -> list[Optimizer]:
         return []
     known = [optimizer for optimizer in _seen if _holds(optimizer, wanted)]
     if not known:
-        # type(), since isinstance() asks __class__, which runs the code of lazy proxies.
-        _seen.update(thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
+        _seen.update(list_live(Optimizer))
         known = [optimizer for optimizer in _seen if _holds(optimizer, wanted)]
     return known
 

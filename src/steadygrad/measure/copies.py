@@ -13,7 +13,6 @@ each of the first evaluations of a copy, none in a step.
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 import sys
 import weakref
@@ -28,6 +27,7 @@ from steadygrad.measure.quiet_hook import QuietHook
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.suspicious_ops import OUR_FOLDERS, find_caller
 from steadygrad.state.calls import hear_calls, stop_hearing
+from steadygrad.state.live_objects import list_live
 
 MOST_COPIES, MOST_SEEN = 8, 512
 """Copies that are heard, and modules of the model's type that are compared with it."""
@@ -166,8 +166,7 @@ def find_copies(model: nn.Module) -> list[nn.Module]:
     """Return live modules of the same type whose parameters have the same names and shapes and are others."""
     kind, own = type(model), {id(module) for module in model.modules()}
     shapes = _list_shapes(model)
-    referrers = gc.get_referrers(kind)  # an object refers to its type; a search in C, and no list of all objects
-    found = [thing for thing in referrers if type(thing) is kind and id(thing) not in own][:MOST_SEEN]
+    found = [thing for thing in list_live(kind) if type(thing) is kind and id(thing) not in own][:MOST_SEEN]
     return [module for module in found if _is_copy(module, shapes)]
 
 

@@ -1,17 +1,17 @@
 """All live objects -> the DataLoaders that are being iterated over.
 
-Walks the garbage collector's list, which takes about 0.1 s: only when a suspicion is to be settled. Reads only.
+Only when a suspicion is to be settled, since all objects of the process are searched. Reads only.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from steadygrad.state.live_objects import list_live
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,15 @@ def list_loaders(*, idle: bool = False) -> list[Loader]:
     One that merely exists says little about the batches of this training: it may be another's, or for validation.
     `idle`: include those too, for `next(iter(loader))`, whose iterator is gone at once.
     """
-    return [*_find_loaders(idle=idle)]
+    read = [_describe(one) for one in list_live(_BaseDataLoaderIter) if "_index_sampler" in vars(one)]
+    rest = list_live(DataLoader) if idle else []
+    return [*read, *(Loader(one.dataset, one.num_workers, _count(one), one.batch_size, one.sampler) for one in rest)]
 
 
-def _find_loaders(*, idle: bool) -> Iterator[Loader]:
-    for thing in gc.get_objects():
-        kind = type(thing)  # isinstance() would run the code of lazy proxies
-        if issubclass(kind, _BaseDataLoaderIter):
-            batches = thing._index_sampler
-            sampler = getattr(batches, "sampler", batches)
-            size = getattr(batches, "batch_size", None)
-            yield Loader(thing._dataset, thing._num_workers, _count(batches), size, sampler)
-        elif idle and issubclass(kind, DataLoader):
-            yield Loader(thing.dataset, thing.num_workers, _count(thing), thing.batch_size, thing.sampler)
+def _describe(one: _BaseDataLoaderIter) -> Loader:
+    batches: Any = one._index_sampler
+    sampler = getattr(batches, "sampler", batches)
+    return Loader(one._dataset, one._num_workers, _count(batches), getattr(batches, "batch_size", None), sampler)
 
 
 def _count(batches: Any) -> int:

@@ -8,7 +8,6 @@ the program averages them; and only between ranks on the same kind of machine: a
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from steadygrad.measure.kernels.looks import hash_bits
 from steadygrad.measure.rank_board import RankBoard
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.live_objects import list_live
 from steadygrad.state.trained_parameters import unwrap
 from steadygrad.state.tree import find_tensors
 
@@ -165,12 +165,11 @@ class RankAgreement:
 
 
 def find_wrapper(model: nn.Module) -> nn.Module | None:
-    """Return the DistributedDataParallel around `model`; walks all live objects once, which takes about 0.1 s."""
-    kind = nn.parallel.DistributedDataParallel
-    for thing in gc.get_objects():
-        # isinstance() would run the code of lazy proxies, and a wrapper that is being built has no modules yet.
-        if issubclass(type(thing), kind) and "_modules" in vars(thing) and unwrap(thing) is model:
-            return None if thing.parameters_to_ignore else thing
+    """Return the DistributedDataParallel around `model`."""
+    for wrapper in list_live(nn.parallel.DistributedDataParallel):
+        # One that is being built has no modules yet.
+        if "_modules" in vars(wrapper) and unwrap(wrapper) is model:
+            return None if wrapper.parameters_to_ignore else wrapper
     return None
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import datetime
 import enum
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from steadygrad.state.live_objects import list_live
 
 PATIENCE = datetime.timedelta(seconds=60)
 """How long a rank waits for the others; once, since nothing is agreed on afterwards."""
@@ -96,8 +97,7 @@ class Agreement:
 
 def is_averaged(parameters: set[int]) -> bool:
     """Whether DistributedDataParallel averages the gradients of all of these parameters; `parameters` are ids."""
-    # type(), since isinstance() asks __class__, which runs the code of lazy proxies.
-    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    wrappers = list_live(DistributedDataParallel)
     covered = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
     return bool(wrappers) and parameters <= covered
 

@@ -67,8 +67,8 @@ class Session:
         # model as soon as the script lets go of it, without waiting for the garbage collector.
         self._known: weakref.WeakKeyDictionary[Optimizer, Watch | None] = weakref.WeakKeyDictionary()
         """Every optimizer seen, with its Watch; None where it is not guarded."""
-        self._lock = threading.Lock()
-        """Held while another thread must not add to them."""
+        self._lock = threading.RLock()
+        """Held while another thread must not add to them, nor choose a name or folder."""
         self.num_made = self.num_guarded = 0
         """Optimizers that were made, and those that took a step under guard."""
         self.has_own_guard = False
@@ -123,15 +123,16 @@ class Session:
         """
         if self.num_guarded == 0:
             return  # reported for the whole run
-        guarded = {id(p) for watch in self._watches if watch.has_stepped for p in list_parameters(watch.optimizer)}
-        for optimizer in [watch.optimizer for watch in self._watches if not watch.has_stepped]:
+        watches = self._list_watches()
+        guarded = {id(p) for watch in watches if watch.has_stepped for p in list_parameters(watch.optimizer)}
+        for optimizer in [watch.optimizer for watch in watches if not watch.has_stepped]:
             if optimizer.state and not guarded.issuperset(map(id, list_parameters(optimizer))):
                 name = type(optimizer).__name__
                 self.terminal.say_once(f"no step of {name} was seen: if it has trained, it was NOT guarded")
 
     def close(self) -> None:
         """Close every record now; without it they are closed when the process ends."""
-        for watch in list(self._watches):
+        for watch in self._list_watches():
             watch.finish()
 
     def move_in(self) -> None:
@@ -145,7 +146,7 @@ class Session:
         self._watches, self._losses = weakref.WeakSet(), Losses()
         self.num_made = self.num_guarded = 0
         self._thread = threading.local()
-        self._lock = threading.Lock()  # another thread may have held it when the process was forked
+        self._lock = threading.RLock()  # another thread may have held it when the process was forked
 
     def _keep_log_to_itself(self) -> None:
         """Log only errors, since the script's logging may go to standard output; incidents are printed here."""
@@ -181,26 +182,28 @@ class Session:
             from steadygrad.adapters.scripts.owners import list_parts
             from steadygrad.adapters.scripts.watch import Watch
 
-        self.num_made += 1
-        # If anything below fails it stays None: known, unguarded, and not tried again at each step.
-        self._known[optimizer] = None
+        with self._lock:
+            self.num_made += 1
+            number = self.num_made
+            # If anything below fails it stays None: known, unguarded, and not tried again at each step.
+            self._known[optimizer] = None
         if len(self._watches) >= MAX_WATCHED:
             gc.collect()  # an optimizer and its scheduler refer to each other
         if len(self._watches) >= MAX_WATCHED:
             self.terminal.say_once(f"{MAX_WATCHED} optimizers are guarded, any others at the same time are NOT guarded")
             return
-        if self.num_made == 1 and multiprocessing.process.parent_process() is not None:
+        if number == 1 and multiprocessing.process.parent_process() is not None:
             multiprocessing.util.Finalize(None, self.close, exitpriority=10)  # exit handlers do not run there
         watch = Watch(
             share(optimizer),
             options=self._options,
             voice=Voice(self.terminal, type(optimizer).__name__, has_others=lambda: len(self._watches) > 1),
-            number=self.num_made,
+            number=number,
             choose_folder=self._choose_folder,
-            list_optimizers=lambda: [watch.optimizer for watch in self._watches],
+            list_optimizers=lambda: [watch.optimizer for watch in self._list_watches()],
         )
-        self._known[optimizer] = watch
         with self._lock:
+            self._known[optimizer] = watch
             self._watches.add(watch)
         listener = _Listener(weakref.ref(watch), self)
         for part in list_parts(watch.owner):
@@ -208,15 +211,16 @@ class Session:
 
     def _choose_folder(self, watch: Watch) -> Path | None:
         """Return the folder of an optimizer at its first step, when it also gets its name."""
-        self.num_guarded += 1
-        if self._trains_beside_others(watch):
-            gc.collect()  # unless the others are of an earlier trial, and only wait to be freed
-        watch.voice.name = self._choose_name(watch)
-        return self._places.choose(trains_beside_others=self._trains_beside_others(watch))
+        with self._lock:
+            self.num_guarded += 1
+            if self._trains_beside_others(watch):
+                gc.collect()  # unless the others are of an earlier trial, and only wait to be freed
+            watch.voice.name = self._choose_name(watch)
+            return self._places.choose(trains_beside_others=self._trains_beside_others(watch))
 
     def _choose_name(self, watch: Watch) -> str:
         """Return a name that no other living optimizer has: 'Adam', 'Adam of Generator', 'Adam 2 of Generator'."""
-        others = [other for other in self._watches if other is not watch]
+        others = [other for other in self._list_watches() if other is not watch]
         kind = type(watch.optimizer).__name__
         if all(type(other.optimizer).__name__ != kind for other in others):
             return kind
@@ -226,7 +230,7 @@ class Session:
         return next(name for name in names if name not in taken)
 
     def _trains_beside_others(self, watch: Watch) -> bool:
-        return any(other.has_stepped for other in self._watches if other is not watch)
+        return any(other.has_stepped for other in self._list_watches() if other is not watch)
 
     def _around_starting(self, start: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return start(GuardedEntry(fn, self._options) if self._is_here else fn, *args, **kwargs)
@@ -271,11 +275,14 @@ class Session:
             self._ours(watch.note_clipped, norm, max_norm)
         return norm
 
+    def _list_watches(self) -> list[Watch]:
+        with self._lock:
+            return list(self._watches)
+
     def _list_watches_here(self) -> list[Watch]:
         """Return those of this thread: the gradients of another one may be changing, inside its backward."""
         here = threading.get_ident()
-        with self._lock:
-            return [watch for watch in self._watches if watch.thread == here]
+        return [watch for watch in self._list_watches() if watch.thread == here]
 
     def _find_losses(self) -> Losses:
         """Return this thread's losses. A thread of the autograd engine calls no backward, and steps for another."""
@@ -386,15 +393,16 @@ class Session:
         logger.error("steadygrad: %s failed, the script continues without it: %r", name, error)
         logger.debug("in full:", exc_info=error)
         if owner is not None and hasattr(owner, "optimizer"):
-            for optimizer in [optimizer for optimizer, watch in self._known.items() if watch is owner]:
-                self._known[optimizer] = None
+            with self._lock:
+                for optimizer in [optimizer for optimizer, watch in self._known.items() if watch is owner]:
+                    self._known[optimizer] = None
             self.terminal.say_once(f"{owner.voice.name} is NOT guarded from here on")
 
 
 def explain_in_all(error: BaseException) -> None:
     """Have every optimizer's watch explain an error that ends the script, if numbers may be behind it."""
     for session in _current if may_be_of_numbers(error) else ():
-        for watch in list(session._watches):
+        for watch in session._list_watches():
             session._ours(watch.explain, error)
 
 
