@@ -34,7 +34,9 @@ class BufferKeeper:
     def __init__(self, model: nn.Module, *, watch: bool = False, wrappers: Sequence[nn.Module] = ()) -> None:
         """Copy the buffers. `watch`: listen for calls of the model, directly or through one of its `wrappers`."""
         self._model, self._paused, self._may_have_begun = model, False, False
-        self._modules: set[nn.Module] = set()
+        self._modules: list[nn.Module] = []
+        self._held: tuple[list[Any], ...] = ()
+        """What these modules held when they were last walked."""
         self._where: list[Where] = []
         self._tensors: list[Tensor] = []
         self._kinds: list[Any] = []
@@ -91,10 +93,14 @@ class BufferKeeper:
         self._copy()
 
     def _copy(self) -> None:
-        if self._has_none():
-            return
-        self._modules, where, tensors, odd = walk(self._model, self._odd)
         # Runs before each step's first forward: for the same tensors, one foreach copy for each device and dtype.
+        if self._is_as_walked() and list(map(find_kind, self._tensors)) == self._kinds:
+            for pack in self._packs:
+                pack.read(pack.saved_views)
+            return
+        modules, where, tensors, odd = walk(self._model, self._odd)
+        self._modules = list(modules)
+        self._held = _list_held(self._modules)
         is_same = where == self._where and all(map(operator.is_, tensors, self._tensors))
         if is_same and list(map(find_kind, tensors)) == self._kinds:
             for pack in self._packs:
@@ -109,12 +115,14 @@ class BufferKeeper:
             self._packs = [Pack([self._where[i] for i in g], [self._tensors[i] for i in g]) for g in groups.values()]
         self._singles = [Place.of(*at) for at, buffer in odd if self._tables.must_copy(at, buffer)]
 
-    def _has_none(self) -> bool:
-        """Whether the model has no buffer, and the same modules as when it was last walked; cheaper than a walk."""
-        if self._where or self._odd or self._singles or not self._modules or any(map(_own_buffers, self._modules)):
+    def _is_as_walked(self) -> bool:
+        """Whether the model holds what it held when it was last walked, and nothing odd; cheaper than a walk."""
+        if self._odd or self._singles or not self._held:
             return False
-        children = chain.from_iterable(map(_list_values, map(_own_modules, self._modules)))
-        return self._modules.issuperset(filter(None, children))
+        (*before, names), (*held, names_now) = self._held, _list_held(self._modules)
+        return names == names_now and all(
+            len(old) == len(now) and all(map(operator.is_, old, now)) for old, now in zip(before, held)
+        )
 
     def _sort_out(self, where: list[Where], tensors: list[Tensor]) -> None:
         """Find the odd ones: if a few tensors are new, a forward replaced them; if all are, `.to()` did."""
@@ -223,3 +231,10 @@ class BufferKeeper:
                 if pack.saved.is_floating_point() and pack.saved.device.type == "cpu":
                     suspects += [] if pack.is_finite() else pack.places
             return name_bad(self._model, suspects)
+
+
+def _list_held(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
+    """Return the children, the buffers and the names of the buffers of these modules."""
+    children = list(chain.from_iterable(map(_list_values, map(_own_modules, modules))))
+    buffers = list(chain.from_iterable(map(_list_values, map(_own_buffers, modules))))
+    return children, buffers, list(chain.from_iterable(map(_own_buffers, modules)))
