@@ -60,6 +60,7 @@ OUTSIDE_RULES = {
     "doubled_schedule": "The scheduler that a Guard steps is stepped by the program too.",
     "exception": "The program raised an exception in a step.",
     "exploded_start": "In the first steps, the loss rose to a multiple of its first value and of the loss of a guess.",
+    "forgotten_state": "A new optimizer is created for every step, so none has averages of gradients (`run` only).",
     "foreign_schedule": "The scheduler belongs to another optimizer, so the learning rates do not follow it.",
     "infinite_state": "State that holds infinities on purpose was saved.",
     "instability_forecast": "The learnt forecast expects the run to become unstable.",

@@ -74,7 +74,7 @@ CHECKS = (
         ("CallScan",),
         (
             *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),
-            *("stale_gradient", "foreign_schedule", "doubled_schedule"),
+            *("stale_gradient", "foreign_schedule", "doubled_schedule", "forgotten_state"),
         ),
     ),
     Check(

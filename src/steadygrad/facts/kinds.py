@@ -61,6 +61,7 @@ _NOT_OF_SETTINGS = (
         "vanished_rate",
         "foreign_schedule",
         "doubled_schedule",
+        "forgotten_state",
     ),  # calls and schedule
     *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
     *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save", "equal_units"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import inspect
 import logging
 import multiprocessing.process
 import multiprocessing.util
@@ -29,26 +28,25 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.adapters.scripts.agreement import count_ranks
+from steadygrad.adapters.scripts.circumstances import Circumstances
 from steadygrad.adapters.scripts.hard_exit import before_hard_exit
+from steadygrad.adapters.scripts.heirs import Heirs, share
 from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal, Voice
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.own_path import own_path
 from steadygrad.adapters.scripts.places import Places, spell_folder
+from steadygrad.adapters.scripts.replacing import is_called_by_guard, replace
 from steadygrad.adapters.scripts.trained import list_parameters
 from steadygrad.judgement.raised import may_be_of_numbers
 from steadygrad.state.calls import hear_calls
 
 if TYPE_CHECKING:
-    from steadygrad.adapters.scripts.watch import Circumstances, Watch
+    from steadygrad.adapters.scripts.watch import Watch
 
 logger = logging.getLogger("steadygrad")
 MAX_WATCHED = 16
 """How many living optimizers are guarded; one per parameter, stepped inside backward, is a different design."""
-NUM_FRAMES = 10
-"""Most frames between a Guard and the optimizer's own step: ours, the scheduler's, torch's wrappers."""
-REFLEX = "steadygrad.act.reflex"
-"""The module from which a Guard calls the optimizer."""
 _current: list[Session] = []
 """The Session of this process, or of the one that it was forked from."""
 
@@ -67,6 +65,7 @@ class Session:
         # model as soon as the script lets go of it, without waiting for the garbage collector.
         self._known: weakref.WeakKeyDictionary[Optimizer, Watch | None] = weakref.WeakKeyDictionary()
         """Every optimizer seen, with its Watch; None where it is not guarded."""
+        self._heirs = Heirs()
         self._lock = threading.RLock()
         """Held while another thread must not add to them, nor choose a name or folder."""
         self.num_made = self.num_guarded = 0
@@ -83,18 +82,18 @@ class Session:
         """Install all hooks."""
         _current[:] = [self]
         self._keep_log_to_itself()
-        _note_loads()
-        _replace(Optimizer, "__init__", self._after_making)
+        self._note_loads()
+        replace(Optimizer, "__init__", self._after_making)
         # Tensor.backward looks this name up at each call, so replacing it here is enough.
-        _replace(torch.autograd, "backward", self._around_backward)
-        _replace(torch.amp.GradScaler, "scale", self._around_scaling)
-        _replace(torch.amp.GradScaler, "step", self._around_scaler)
+        replace(torch.autograd, "backward", self._around_backward)
+        replace(torch.amp.GradScaler, "scale", self._around_scaling)
+        replace(torch.amp.GradScaler, "step", self._around_scaler)
         # Both: scripts import the function from either.
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
-            _replace(place, "clip_grad_norm_", self._around_clipping)
+            replace(place, "clip_grad_norm_", self._around_clipping)
         # By sys.modules: the attribute torch.multiprocessing.spawn is the function of that name.
         for place in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
-            _replace(place, "start_processes", self._around_starting)
+            replace(place, "start_processes", self._around_starting)
         atexit.register(self._end)
         before_hard_exit(self._end_hard)
 
@@ -155,6 +154,12 @@ class Session:
         logger.addHandler(handler)
         logger.propagate = False
 
+    def _note_loads(self) -> None:
+        """Note which weights the script loads, from now on."""
+        from steadygrad.measure import loads
+
+        loads.install()
+
     @property
     def _is_here(self) -> bool:
         """Whether this is the script's own process, running the script's code and not ours."""
@@ -173,11 +178,19 @@ class Session:
         kind = type(optimizer)
         # Inherited, so a subclass without a `step` of its own is not wrapped twice.
         if not getattr(kind.step, "_is_gated", False):
-            _replace(kind, "step", self._around_step)
+            replace(kind, "step", self._around_step)
             kind.step._is_gated = True  # type: ignore[attr-defined]
-        self._ours(self._watch, optimizer)
+        with self._lock:
+            known = dict(self._known)
+        if not self._ours(self._heirs.admit, optimizer, known):
+            self._ours(self._watch, optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
+        inherited = self._heirs.succeed(optimizer)
+        if inherited is not None:
+            with self._lock:
+                self._known[optimizer] = inherited
+            return
         with own_path():
             from steadygrad.adapters.scripts.owners import list_parts
             from steadygrad.adapters.scripts.watch import Watch
@@ -294,7 +307,7 @@ class Session:
         # A step may call that of its base class, or of an optimizer that it wraps: one decision for both.
         if not self._is_here or getattr(self._thread, "is_stepping", False):
             return make(optimizer, *args, **kwargs)
-        if _is_called_by_guard():
+        if is_called_by_guard():
             self.has_own_guard = True
             return make(optimizer, *args, **kwargs)
         watch = self._find_watch(optimizer)
@@ -340,7 +353,8 @@ class Session:
         self, make: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
         # A wrapper of an optimizer has none, and must not get one.
-        watch = self._known.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        is_known = isinstance(optimizer, Optimizer) and (optimizer in self._known or optimizer in self._heirs)
+        watch = self._find_watch(optimizer) if is_known else None
         if watch is None or watch.process != os.getpid() or not self._is_here or not scaler.is_enabled():
             return make(scaler, optimizer, *args, **kwargs)
         self._thread.scaler, self._thread.has_stepped = scaler, False
@@ -355,8 +369,6 @@ class Session:
             self._thread.scaler = None
 
     def _look_around(self, optimizer: Optimizer) -> Circumstances:
-        from steadygrad.adapters.scripts.watch import Circumstances
-
         scaler = getattr(self._thread, "scaler", None)
         return Circumstances(
             losses=tuple(self._find_losses().list()),
@@ -406,13 +418,6 @@ def explain_in_all(error: BaseException) -> None:
             session._ours(watch.explain, error)
 
 
-def share(optimizer: Optimizer) -> Optimizer:
-    """Return another object of the same class with the very same attributes, now and later: all but its identity."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__ = optimizer.__dict__
-    return twin
-
-
 class GuardedEntry:
     """Entry of a process that the script starts with `torch.multiprocessing.spawn`: runs its function in a Session.
 
@@ -444,40 +449,3 @@ class _Listener:
         watch = self._watch()
         if watch is not None:
             self._session.hear(watch, module, args, kwargs)
-
-
-def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace `place.name(...)` by `around(original, ...)`, except inside a graph that is being compiled."""
-    original = getattr(place, name)
-
-    # wraps() also copies torch's mark `hooked`, without which the next optimizer would wrap the step once more.
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        return around(original, *args, **kwargs)
-
-    if inspect.ismodule(place):
-        replaced.__module__ = place.__name__  # where pickle looks for it: torch defines some of these elsewhere
-    setattr(place, name, replaced)
-
-
-def _note_loads() -> None:
-    """Note which weights the script loads, from now on."""
-    from steadygrad.measure import loads
-
-    loads.install()
-
-
-def _is_called_by_guard() -> bool:
-    """Whether the script has its own Guard, which takes this very step. A few wrappers are between the two."""
-    if REFLEX not in sys.modules:  # nor is there a Guard then, as in nearly every script
-        return False
-    frame = inspect.currentframe()
-    for _ in range(NUM_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == REFLEX:
-            return True
-        frame = frame.f_back
-    return False

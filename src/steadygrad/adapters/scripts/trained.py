@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -40,6 +41,26 @@ def name_trained(
     foreign = [name for name, p in loose.items() if p is not None and p.grad is None]
     return TrainedParameters(
         model=owner, optimizers=(optimizer,), named=tuple(named), unoptimized=tuple(left_out), foreign=tuple(foreign)
+    )
+
+
+def has_averages(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has learnt anything about its gradients."""
+    return any(
+        torch.is_tensor(value) and value.shape == p.shape and value.dim()
+        for p in list_parameters(optimizer)
+        for value in optimizer.state.get(p, {}).values()
+    )
+
+
+def describe_forgotten(optimizer: Optimizer, step: int) -> Finding:
+    """Describe an optimizer that is created for each step, and so never has the averages that it works with."""
+    return Finding(
+        kind="forgotten_state",
+        severity=Severity.WARNING,
+        step=step,
+        message=f"a new {type(optimizer).__name__} is created for every step, without the averages of the last one",
+        advice="Create the optimizer once, before the loop. To change a rate, set it in optimizer.param_groups.",
     )
 
 

@@ -25,8 +25,8 @@ from steadygrad.act.host_adam import HostAdam, can_step_on_host
 from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
+from steadygrad.adapters.scripts.circumstances import Circumstances
 from steadygrad.adapters.scripts.forward_scans import ForwardScans
-from steadygrad.adapters.scripts.losses import Loss
 from steadygrad.adapters.scripts.messages import Voice
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
@@ -34,7 +34,9 @@ from steadygrad.adapters.scripts.record import Record
 from steadygrad.adapters.scripts.step_diagnosis import StepDiagnosis
 from steadygrad.adapters.scripts.together import Together
 from steadygrad.adapters.scripts.trained import (
+    describe_forgotten,
     describe_unreached,
+    has_averages,
     list_parameters,
     list_trained_parameters,
     name_trained,
@@ -54,25 +56,9 @@ from steadygrad.measure.rank_waits import RankWaits, call_weakly, watch_ranks
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 
 FIRST_STEPS = 3
-"""Steps without any gradient after which an optimizer is reported."""
+"""Steps without any gradient after which an optimizer is reported; or steps each taken by a new one."""
 NEVER = -(1 << 60)
 OTHER_RANK = "another rank found values that are not finite (the step was skipped on all ranks)"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Circumstances:
-    """The circumstances of a step about to be taken, as far as they can be known from a script."""
-
-    losses: Sequence[Loss] = ()
-    """The loss of each backward since the last step."""
-    loss_counts: bool = True
-    """Whether a bad loss alone makes the step bad."""
-    carried_scale: Tensor | None = None
-    """The loss scale that the gradients still carry."""
-    loss_scale: Tensor | None = None
-    """The current loss scale."""
-    has_many_ranks: bool = False
-    """Whether other ranks train too, which must skip the same steps."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -136,7 +122,8 @@ class Watch:
         )  # fmt: skip
         self._began_on: tuple[int, ...] = ()
         self._forward_scans: ForwardScans | None = None
-        self._num_without_gradients = 0
+        self._num_without_gradients = self._num_forgotten = 0
+        self._taken_over_at = 0
         self._record: Record | None = None
         self._host_adam: HostAdam | None = None
         self._waits: RankWaits | None = None
@@ -145,6 +132,15 @@ class Watch:
     def has_stepped(self) -> bool:
         """Whether its optimizer has taken a step."""
         return self._judgement is not None
+
+    def succeed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with an optimizer of the same class and groups, created in place of the present one, which is gone."""
+        is_brief = self._step - self._taken_over_at == 1 and has_averages(self.optimizer)
+        self._num_forgotten, self._taken_over_at = self._num_forgotten + 1 if is_brief else 0, self._step
+        self.optimizer.__dict__ = optimizer.__dict__  # as `share` does; everything here holds this very object
+        self._signature, self._host_adam = [], None  # some parts hold the groups of the old one
+        if self._num_forgotten == FIRST_STEPS and self._judgement is not None:
+            self._judgement.note(describe_forgotten(optimizer, self._step))
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -199,7 +195,7 @@ class Watch:
             self._forward_scans.read(self._step, self._looks)
         self._prepare()
         self._periodic_scans.before_optimizer(self._looks, scale_is_known=around.loss_scale is not None)
-        loss = _add_up(around)
+        loss = around.add_up_losses()
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
         if m is None or not m.names:
             self._reading = None
@@ -378,17 +374,3 @@ class Watch:
 def _is_search(reading: Reading) -> bool:
     """Whether this is an overflow in the search for a loss scale: not ours to judge, with good loss and buffers."""
     return reading.loss_scale is not None and not reading.loss_is_nonfinite
-
-
-def _add_up(around: Circumstances) -> Tensor | None:
-    """Return the loss of the step, without its scale, on the device where it was computed."""
-    if not around.losses:
-        return None
-    last = around.losses[-1].value
-    if len(around.losses) == 1 and around.loss_scale is None:
-        return last.float()
-    device = last.device
-    scale = 1.0 if around.loss_scale is None else around.loss_scale.to(device)
-    values = [(loss.value.to(device).float(), loss.is_scaled) for loss in around.losses]
-    # On the device, without a host read; float32, since the sum of fp16 losses may overflow where they do not.
-    return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()

@@ -1,0 +1,56 @@
+"""`steadygrad run` with programs that create one optimizer after another for the same parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import run_guarded, run_plainly
+
+
+def read_steps(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the steps of each record, the record with most steps first."""
+    records = [path.read_text().splitlines() for path in (folder / "run").rglob("steps.jsonl")]
+    return [[json.loads(line) for line in lines] for lines in sorted(records, key=len, reverse=True)]
+
+
+def list_kinds(folder: Path) -> list[str]:
+    path = folder / "run" / "incidents.jsonl"
+    return [json.loads(line)["finding"]["kind"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("every", ["1", "10"])
+@pytest.mark.parametrize("way", ["adam", "sgd", "with_schedule", "scaled"])
+def test_a_new_optimizer_goes_on_with_the_record(way: str, every: str, tmp_path: Path) -> None:
+    run_plainly(tmp_path / "plain", "new_optimizers.py", way, "--every", every, "--out", "w.pt")
+    done = run_guarded(tmp_path / "guarded", "new_optimizers.py", way, "--every", every, "--out", "w.pt")
+
+    assert done.code == 0, done.err
+    assert (tmp_path / "guarded" / "w.pt").read_bytes() == (tmp_path / "plain" / "w.pt").read_bytes()
+    (steps,) = read_steps(tmp_path / "guarded")
+    assert [one["step"] for one in steps] == list(range(30))
+    # Plain SGD keeps nothing that could be lost, and a new start every ten steps may be meant.
+    is_lost = every == "1" and way != "sgd"
+    assert list_kinds(tmp_path / "guarded") == (["forgotten_state"] if is_lost else [])
+
+
+@pytest.mark.parametrize("way", ["adam", "sgd", "with_schedule", "two_at_once"])
+@pytest.mark.parametrize("bad", [10, 13])
+def test_a_bad_step_is_skipped_and_named_after_a_new_optimizer_too(way: str, bad: int, tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, "new_optimizers.py", way, "--every", "10", "--poison", str(bad), "--out", "w.pt")
+
+    assert done.code == 0, done.err
+    skipped = [(len(steps), one["step"]) for steps in read_steps(tmp_path) for one in steps if one["skipped"]]
+    assert len(skipped) == 1, done.err
+    assert "NaN loss, already in the input x" in done.err
+    if way != "two_at_once":
+        assert skipped == [(30, bad)]
+
+
+def test_optimizers_that_live_side_by_side_have_records_of_their_own(tmp_path: Path) -> None:
+    run_guarded(tmp_path, "new_optimizers.py", "two_at_once", "--every", "10", "--out", "w.pt")
+
+    assert [len(steps) for steps in read_steps(tmp_path)] == [18, 8, 4]
+    assert list_kinds(tmp_path) == []
