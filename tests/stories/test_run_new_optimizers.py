@@ -54,3 +54,32 @@ def test_optimizers_that_live_side_by_side_have_records_of_their_own(tmp_path: P
 
     assert [len(steps) for steps in read_steps(tmp_path)] == [18, 8, 4]
     assert list_kinds(tmp_path) == []
+
+
+ROUNDS = """
+import copy, torch
+from torch import nn
+shared = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+for number in range(105):
+    model = copy.deepcopy(shared)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(2):
+        x = torch.randn(8, 4)
+        if (number, step) == (104, 1):
+            x[2] = torch.nan
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+assert all(p.isfinite().all() for p in model.parameters())
+"""
+
+
+def test_of_very_many_short_trainings_the_first_have_a_record_and_all_a_guard(tmp_path: Path) -> None:
+    """As in meta-learning and federated learning."""
+    (tmp_path / "rounds.py").write_text(ROUNDS)
+    done = run_guarded(tmp_path, str(tmp_path / "rounds.py"))
+
+    assert done.code == 0, done.err
+    assert [len(steps) for steps in read_steps(tmp_path)] == [2] * 100
+    assert done.err.count("100 trainings have a record; further ones are guarded without one") == 1
+    assert "step 1: the loss is NaN (the step was skipped" in done.err

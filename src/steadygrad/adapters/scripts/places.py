@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 MOST_PROCESSES = 10_000
+MOST_TRIALS = 100
+"""Trainings of one process that get a folder: meta-learning begins tens of thousands."""
 
 
 class Places:
@@ -28,6 +30,11 @@ class Places:
         """Start again in a forked process."""
         self.__init__(self._run_dir, is_child=True)  # type: ignore[misc]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the present training gets no folder, because so many before it did."""
+        return self._trial > MOST_TRIALS
+
     def choose(self, *, trains_beside_others: bool) -> Path | None:
         """Return the folder of an optimizer at its first step; None when nothing is recorded."""
         if self._run_dir is None:
@@ -37,6 +44,9 @@ class Places:
         # All optimizers before this one were freed: another trial of a sweep begins.
         if not trains_beside_others and self._num_here:
             self._trial, self._num_here = self._trial + 1, 0
+        if self.is_full:
+            self._num_here += 1
+            return None
         folder = self._base if self._trial == 1 else self._base / f"trial-{self._trial}"
         folder = folder / f"optimizer-{self._num_here}" if self._num_here else folder
         self._num_here += 1

@@ -35,7 +35,7 @@ from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal, Voice
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.own_path import own_path
-from steadygrad.adapters.scripts.places import Places, spell_folder
+from steadygrad.adapters.scripts.places import MOST_TRIALS, Places, spell_folder
 from steadygrad.adapters.scripts.replacing import is_called_by_guard, replace
 from steadygrad.adapters.scripts.trained import list_parameters
 from steadygrad.judgement.raised import may_be_of_numbers
@@ -229,7 +229,10 @@ class Session:
             if self._trains_beside_others(watch):
                 gc.collect()  # unless the others are of an earlier trial, and only wait to be freed
             watch.voice.name = self._choose_name(watch)
-            return self._places.choose(trains_beside_others=self._trains_beside_others(watch))
+            folder = self._places.choose(trains_beside_others=self._trains_beside_others(watch))
+            if self._places.is_full:
+                self.terminal.say_once(f"{MOST_TRIALS} trainings have a record; further ones are guarded without one")
+            return folder
 
     def _choose_name(self, watch: Watch) -> str:
         """Return a name that no other living optimizer has: 'Adam', 'Adam of Generator', 'Adam 2 of Generator'."""
