@@ -83,3 +83,29 @@ def test_of_very_many_short_trainings_the_first_have_a_record_and_all_a_guard(tm
     assert [len(steps) for steps in read_steps(tmp_path)] == [2] * 100
     assert done.err.count("100 trainings have a record; further ones are guarded without one") == 1
     assert "step 1: the loss is NaN (the step was skipped" in done.err
+
+
+TWO_PARTS = """
+import sys, torch
+from torch import nn
+trunk, head = nn.Linear(4, 8), nn.Linear(8, 1)
+first, second = (torch.optim.SGD(part.parameters(), lr=1e-2) for part in (trunk, head))
+if "frozen" in sys.argv:
+    head.requires_grad_(False)
+for step in range(5):
+    x = torch.randn(8, 4)
+    first.zero_grad()
+    second.zero_grad()
+    (head(trunk(x).tanh()) - x.sum(1, keepdim=True)).square().mean().backward()
+    first.step()
+    if "both" in sys.argv:
+        second.step()
+"""
+
+
+def test_an_optimizer_that_is_never_stepped_is_named_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO_PARTS)
+    said = {way: run_guarded(tmp_path / way, str(tmp_path / "two.py"), way).err for way in ("one", "both", "frozen")}
+
+    assert "steadygrad: SGD of Linear never took a step, though the loss reaches its parameters" in said["one"]
+    assert "never took a step" not in said["both"] + said["frozen"]

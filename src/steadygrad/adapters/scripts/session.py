@@ -116,7 +116,7 @@ class Session:
             self.terminal.report_totals("" if folder is None else f"; steadygrad report {spell_folder(folder, start)}")
 
     def _report_unseen(self) -> None:
-        """Report optimizers that keep a state, as after training, though no step of theirs was seen.
+        """Report optimizers of which no step was seen, though they keep a state or their parameters have gradients.
 
         Not one that wraps another, as SAM does: the same parameters were guarded in the steps of the inner one.
         """
@@ -124,10 +124,13 @@ class Session:
             return  # reported for the whole run
         watches = self._list_watches()
         guarded = {id(p) for watch in watches if watch.has_stepped for p in list_parameters(watch.optimizer)}
-        for optimizer in [watch.optimizer for watch in watches if not watch.has_stepped]:
-            if optimizer.state and not guarded.issuperset(map(id, list_parameters(optimizer))):
-                name = type(optimizer).__name__
+        for watch in [one for one in watches if not one.has_stepped]:
+            parameters, name = list_parameters(watch.optimizer), type(watch.optimizer).__name__
+            if watch.optimizer.state and not guarded.issuperset(map(id, parameters)):
                 self.terminal.say_once(f"no step of {name} was seen: if it has trained, it was NOT guarded")
+            elif any(p.grad is not None and id(p) not in guarded for p in parameters):
+                name += "" if type(watch.owner) is nn.Module else f" of {type(watch.owner).__name__}"
+                self.terminal.say_once(f"{name} never took a step, though the loss reaches its parameters")
 
     def close(self) -> None:
         """Close every record now; without it they are closed when the process ends."""
