@@ -21,6 +21,7 @@ from steadygrad.facts import ActivationScan, ActivationStats
 from steadygrad.measure.rows import PIECE, PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
 from steadygrad.measure.uncompiled import uncompiled
+from steadygrad.state.modules import list_modules
 
 SATURATED = 0.99
 """How far from the middle of its range, as a share of the way to the bound, an element counts as saturated."""
@@ -148,7 +149,7 @@ def find_output(output: Any) -> Tensor | None:
 def _list_watched(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules to watch, the model itself last; none of a model that is compiled."""
     activations, others = [], []
-    for name, module in model.named_modules():
+    for name, module in list_modules(model):
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             return []
         if _is_activation(module):

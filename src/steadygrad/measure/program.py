@@ -38,6 +38,7 @@ from steadygrad.measure.stored_data import StoredDataWatch
 from steadygrad.measure.stream import StreamWatch, sum_on_device
 from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.modules import list_modules
 from steadygrad.state.trained_parameters import TrainedParameters
 from steadygrad.state.tree import find_tensors
 
@@ -304,7 +305,7 @@ class ProgramWatch:
         return {id(p): name for name, p in self._trained.named if id(p) in own}
 
     def _is_recurrent(self) -> bool:
-        return any(isinstance(one, nn.RNNBase) and not one.bidirectional for one in self._model.modules())
+        return any(isinstance(one, nn.RNNBase) and not one.bidirectional for _, one in list_modules(self._model))
 
     def _note_seeds(self) -> None:
         if self._seeds.is_on:

@@ -63,7 +63,7 @@ def is_readable(tensor: Tensor) -> bool:
         or tensor.is_nested
         or tensor.layout is not torch.strided
         or tensor.is_quantized
-        or tensor.device.type == "meta"
+        or tensor.is_meta
         # Inside vmap or grad() a tensor is a wrapper without memory of its own.
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )

@@ -22,6 +22,7 @@ from steadygrad.measure.meter import triton_is_usable
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.rows import is_readable, split_flat
 from steadygrad.measure.transfer import Ticket, Transfer
+from steadygrad.state.modules import list_modules
 from steadygrad.state.shards import Fragment, in_optimizer, take_local
 from steadygrad.state.trained_parameters import TrainedParameters
 
@@ -336,7 +337,7 @@ class Looker:
 def _sign_tensors(model: nn.Module) -> list[object] | None:
     """Return which plain tensors a model holds, and their dtypes; None if some are of another kind."""
     found: list[object] = []
-    for module in model.modules():
+    for _, module in list_modules(model):
         for held in (module._parameters, module._buffers):
             for tensor in held.values():
                 # A DTensor may get another local tensor and stay the same object, so such models are listed each time.

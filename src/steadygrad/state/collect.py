@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from steadygrad.state.modules import list_modules
 from steadygrad.state.shards import MeshPlace, take_local
 from steadygrad.state.tree import remake
 
@@ -177,7 +178,7 @@ class Template:
 def sign_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
     """Return which tensors make up the state, and where they lie; None where they are not all plain ones."""
     found: list[int] = []
-    for module in model.modules():
+    for _, module in list_modules(model):
         for held in (module._parameters, module._buffers):
             for tensor in held.values():
                 if not _sign(tensor, found):
