@@ -80,7 +80,8 @@ def _hash_on_host(tensors: Sequence[Tensor], hashed: Sequence[bool]) -> Tensor:
     hashes = np.zeros(len(tensors), dtype=np.int64)
     for batch in _batch([(i, tensor) for i, tensor in enumerate(tensors) if hashed[i]]):
         pieces = [piece for _, piece in batch]
-        mixed = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(torch.int64) * MULTIPLIER
+        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        mixed = joined.view(INTEGERS[joined.element_size()]).to(torch.int64) * MULTIPLIER
         mixed ^= mixed >> 32
         starts = np.cumsum([0, *(piece.numel() for piece in pieces[:-1])])
         np.add.at(hashes, [i for i, _ in batch], np.add.reduceat(mixed.numpy(), starts))
@@ -88,17 +89,23 @@ def _hash_on_host(tensors: Sequence[Tensor], hashed: Sequence[bool]) -> Tensor:
 
 
 def _batch(tensors: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield the bits of numbered tensors in lists of at most CHUNK elements of one size."""
+    """Yield pieces of numbered tensors in lists of at most CHUNK elements of one dtype."""
     batch: list[tuple[int, Tensor]] = []
     num = 0
     for i, tensor in tensors:
-        for whole in split_flat(tensor):
-            for piece in whole.view(INTEGERS[whole.element_size()]).split(CHUNK):
-                if batch and (num + piece.numel() > CHUNK or piece.dtype is not batch[0][1].dtype):
-                    yield batch
-                    batch, num = [], 0
-                if piece.numel():
-                    batch.append((i, piece))
-                    num += piece.numel()
+        for piece in _cut(tensor):
+            if batch and (num + piece.numel() > CHUNK or piece.dtype is not batch[0][1].dtype):
+                yield batch
+                batch, num = [], 0
+            if piece.numel():
+                batch.append((i, piece))
+                num += piece.numel()
     if batch:
         yield batch
+
+
+def _cut(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the elements in pieces of at most CHUNK. A model has hundreds of small tensors: those take two calls."""
+    if tensor.numel() <= CHUNK and not tensor.is_complex():
+        return (tensor.detach().reshape(-1),)
+    return [piece for whole in split_flat(tensor) for piece in whole.split(CHUNK)]
