@@ -21,6 +21,7 @@ from steadygrad_recipes.cod.folder import SUFFIXES, Split, import_pillow
 from steadygrad_recipes.cod.model import build_network, take_outputs
 from steadygrad_recipes.cod.pictures import encode_png
 from steadygrad_recipes.cod.trainer import CodTrainer, choose_place
+from steadygrad_recipes.tables import write_lines
 
 BEST = ("best", "best_model.pth")
 PREDICTIONS = "predictions"
@@ -108,7 +109,7 @@ def _print_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir
             console.say(f"{name}: {split.num_noncam} NonCAM images are not used (--include-noncam true uses them).")
     bad = [f"{name}: {reason}" for name, split in splits.items() for reason in split.bad]
     if bad and is_first():
-        (run_dir / LEFT_OUT).write_text("\n".join(bad) + "\n", encoding="utf-8")
+        write_lines(run_dir / LEFT_OUT, bad)
         console.say(f"{len(bad)} files are left out; each is named in {run_dir / LEFT_OUT}.", "yellow")
 
 
