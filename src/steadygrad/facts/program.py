@@ -112,6 +112,10 @@ class LabelDependence:
     shuffled_mean: float
     """... and its mean and standard deviation over random assignments of the labels."""
     shuffled_std: float
+    product_score: float = 0.0
+    """Standard deviations by which products of two inputs differ more between classes than under shuffled labels."""
+    neighbour_score: float = 0.0
+    """Standard deviations by which nearest neighbours share their label more often than chance."""
     entropy: float
     """Of the labels: the loss of a model that knows how frequent each class is and nothing else, in nats."""
 
