@@ -8,7 +8,7 @@ from __future__ import annotations
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Finding, Load, ModelScan
-from steadygrad.facts.program import Restored
+from steadygrad.facts.program import IdleLoad, Restored
 from steadygrad.words import spell_count
 
 NUM_SCANS = 2
@@ -190,6 +190,28 @@ class StaleSave(OnceRule[ModelScan]):
             advice="Save the state_dict() of the model that is trained, at the time of the save: an earlier copy, or "
             "an average that is never updated, stays as it was.",
             evidence={"where": fact.stale_save, "num_steps": fact.num_steps},
+        )
+
+
+class IdleLoaded(OnceRule[IdleLoad]):
+    """A module is given its own weights by `load_state_dict`: what it should bring back, or copy, is not a copy."""
+
+    name = "idle_load"
+    hears = (IdleLoad,)
+
+    def judge(self, fact: IdleLoad) -> Finding | None:
+        """Return the finding: the watch reports only loads that cannot have an effect."""
+        if fact.is_earlier:
+            message = "a state_dict() of the model that was taken earlier holds the present weights, not those of then"
+            advice = "Copy it when you take it: copy.deepcopy(model.state_dict()). It returns the weights themselves."
+        else:
+            message = f"a {fact.module} that is not trained is loaded with its own weights again and again"
+            advice = "Load the weights of the other network: target.load_state_dict(model.state_dict())."
+        return self.report(
+            step=fact.step,
+            message=f"load_state_dict{at(fact.where)} changes nothing: {message}",
+            advice=advice,
+            evidence={"where": fact.where, "module": fact.module},
         )
 
 

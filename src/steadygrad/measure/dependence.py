@@ -1,8 +1,8 @@
 """DependenceWatch: inputs, outputs and labels of some steps -> a LabelDependence: do the labels depend on the inputs?
 
 Permutation tests: the variance between the classes of inputs, outputs and products of two inputs, against the same
-with labels shuffled; and whether nearest neighbours share their label more often than chance. Inputs that take few values
-(tokens, bits, one-hot rows) are not tested: a sum modulo n or a parity of them looks like chance to all such tests.
+with labels shuffled; and whether nearest neighbours share their label more often than chance. Inputs of few values
+(tokens, bits, one-hot) are not tested: a sum modulo n or a parity of them looks like chance to all such tests.
 Made twice in a run, from 64 steps each, and only while the loss is as high as that of a guess. Cost: nothing once a
 model has learnt; otherwise a small copy a step for these steps, and some products of matrices. Reads only.
 """
