@@ -90,13 +90,20 @@ class SameUnits(OnceRule[ModelScan]):
 
 
 class NotFrozen(OnceRule[ModelScan]):
-    """A module is set to freeze parameters in its `train()`, but none is frozen: `train()` was not called."""
+    """What should be frozen is trained: by a flag that freezes nothing, or by a `train()` that was not called."""
 
     name = "not_frozen"
     hears = (ModelScan,)
 
     def judge(self, fact: ModelScan) -> Finding | None:
         """Return the finding; scans before the first step show it."""
+        if fact.freed_by_flag:
+            return self.report(
+                step=fact.step,
+                message=f"nothing is frozen by {show(list(fact.freed_by_flag))}: torch does not know the attribute",
+                advice="Write p.requires_grad = False for a parameter, module.requires_grad_(False) for a module.",
+                evidence={"flags": list(fact.freed_by_flag[:SHOWN]), "num_flags": len(fact.freed_by_flag)},
+            )
         if not fact.not_frozen:
             return None
         return self.report(
@@ -104,6 +111,34 @@ class NotFrozen(OnceRule[ModelScan]):
             message=f"nothing is frozen in {show(list(fact.not_frozen))}, whose train() freezes parameters",
             advice="Call model.train() before you create the optimizer: it was never called on this model.",
             evidence={"modules": list(fact.not_frozen[:SHOWN])},
+        )
+
+
+class WrongGroup(OnceRule[ModelScan]):
+    """A parameter group has an option that the optimizer does not know, or a parameter that stands in it twice."""
+
+    name = "wrong_group"
+    hears = (ModelScan,)
+
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding."""
+        if fact.doubled:
+            num = spell_count(len(fact.doubled), "parameter")
+            return self.report(
+                step=fact.step,
+                message=f"{num} twice in one group, so that each step updates them twice: {show(list(fact.doubled))}",
+                advice="Pass each parameter once: list(dict.fromkeys(parameters)) keeps their order.",
+                evidence={"parameters": list(fact.doubled[:SHOWN]), "num_parameters": len(fact.doubled)},
+            )
+        if not fact.misspelt:
+            return None
+        one = fact.misspelt[0]
+        return self.report(
+            step=0,
+            message=f"the optimizer does not know the option {one.name!r} of group {one.group}; {one.meant!r} was "
+            f"probably meant, which is {one.used:g} there and not {one.value:g}",
+            advice=f"Write {one.meant!r}: torch ignores names in a parameter group that it does not know.",
+            evidence={"group": one.group, "option": one.name, "meant": one.meant, "value": one.value, "used": one.used},
         )
 
 
