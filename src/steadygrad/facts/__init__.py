@@ -73,6 +73,7 @@ __all__ = [
     "InputStats",
     "Load",
     "MaskChange",
+    "Misspelt",
     "ModelScan",
     "Number",
     "Outcome",

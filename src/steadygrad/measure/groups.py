@@ -81,7 +81,7 @@ def find_not_frozen(trained: TrainedParameters) -> Iterator[str]:
 
 
 def _has_own_meaning(kind: type[nn.Module]) -> bool:
-    """Whether code of the class mentions the attribute, which may then be a setting of its own."""
+    """Whether code of the class mentions the attribute, which may then be its own setting."""
     kinds = [one for one in kind.__mro__ if one not in nn.Module.__mro__]
     functions = [value for one in kinds for value in vars(one).values() if isinstance(value, FunctionType)]
     return any("requires_grad" in function.__code__.co_names for function in functions)
