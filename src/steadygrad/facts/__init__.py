@@ -31,7 +31,16 @@ from steadygrad.facts.looks import (
     ParameterScan,
     Validation,
 )
-from steadygrad.facts.program_scans import CallScan, Load, MaskChange, ModelScan, PrecisionScan, RankScan, RankWait
+from steadygrad.facts.program_scans import (
+    CallScan,
+    Load,
+    MaskChange,
+    Misspelt,
+    ModelScan,
+    PrecisionScan,
+    RankScan,
+    RankWait,
+)
 from steadygrad.facts.proof import Answer, Proof
 from steadygrad.facts.reading import (
     NUM_COLUMNS,
@@ -64,6 +73,7 @@ __all__ = [
     "InputStats",
     "Load",
     "MaskChange",
+    "Misspelt",
     "ModelScan",
     "Number",
     "Outcome",

@@ -180,6 +180,10 @@ class Judgement:
         """Judge what the run shows as a whole, up to `step`."""
         self._consider(Flush(step=step))
 
+    def hear(self, fact: Fact) -> None:
+        """Judge a fact that came between two steps."""
+        self._consider(fact)
+
     def refuse(self, step: int, learning_rates: tuple[float, ...]) -> None:
         """Record a step that was not made, in the window after a rollback; no rule sees it."""
         reading = make_unfinished(step, learning_rates)
