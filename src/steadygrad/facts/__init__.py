@@ -6,7 +6,7 @@ done; an `Incident` joins them for the record; a `StepRecord` is one step's scal
 beyond its own fields. Import them from here, not from the files.
 """
 
-from steadygrad.facts.cause import Cause, name_holder
+from steadygrad.facts.cause import Cause, name_birthplace, name_holder
 from steadygrad.facts.incident import (
     Action,
     Evidence,
@@ -87,5 +87,6 @@ __all__ = [
     "StepRecord",
     "Validation",
     "Verdict",
+    "name_birthplace",
     "name_holder",
 ]

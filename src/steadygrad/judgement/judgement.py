@@ -278,7 +278,7 @@ class Judgement:
         """Log a cause in full the first time; the record has it in full each time."""
         is_new = cause.identity not in self._logged_causes
         first = self._logged_causes.setdefault(cause.identity, cause.step)
-        text = str(cause) if is_new or first is None else f"{cause.brief}: the same cause as at step {first}"
+        text = str(cause) if is_new or first is None else cause.refer_to(first)
         logger.log(level, "%s%s", self._whose, text)
 
     def _log(self, event: Event, also: Sequence[Finding] = (), *, level: int) -> None:
