@@ -1,12 +1,12 @@
 """Which programs does `steadygrad run` guard, and at what cost? Real programs, unedited, each run four times.
 
 First plain and guarded, both healthy: "equal bits" means that the final weights of all optimizers are bit-identical;
-the cost is the mean CPU time of a step, plain and guarded, where a difference of a tenth is noise. Then both again with
-a NaN in the output of the first layer at one call. The plain weights end as NaN; "plain too" marks programs where they
-do not, because the program skips such a step or stops by itself. The fault is survived if the guarded weights are
-finite, and the line is named if the diagnosis gives the line that made the NaN. Programs of public repositories are
-read from a folder of clones. A program is left out if its package or clone is missing, or if it fails without a guard.
-`--program` adds one of yours.
+the cost is the mean CPU time of a step, plain and guarded, where a difference of less than a tenth is noise. Then both
+again with a NaN in the output of the first layer at one call. The plain weights end as NaN; "plain too" marks programs
+where they do not, because the program skips such a step or stops by itself. The fault is survived if the guarded
+weights are finite, and the line is named if the diagnosis gives the line that produced the NaN. Programs of public
+repositories are read from a folder of clones. A program is left out if its package or clone is missing, or if it fails
+without a guard. `--program` adds one of yours.
 
 All rows come from one run on a machine busy with other work, so costs are rough; in a run of 16 steps, one-time work is
 most of the cost (plain loop: 1.7 ms per step, and 33 ms once). Four rows (denoising-diffusion, word_language_model,

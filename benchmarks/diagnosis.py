@@ -2,7 +2,8 @@
 
 GPT-2 124M, T=1024, bf16 autocast, AdamW on CUDA; a 10M-parameter GPT in fp32 on the CPU. Two failures: one sample
 overflows in the middle of the model; and a square root at 0 that no single sample causes, where the search for samples
-costs most. The claim: at most 12 steps, and at most a tenth more memory than the step, apart from the batch.
+costs most. The targets: at most 12 steps, and at most a tenth more memory than the step, apart from the batch. Memory
+is measured on the GPU only.
 
     python benchmarks/diagnosis.py [--device cuda|cpu] [--batch N] [--rounds N] [--quick]
 """

@@ -1,9 +1,9 @@
-"""Finite damage: what happens to a training whose weights, moments, learning rate or data are damaged in mid-run?
+"""What happens to a training whose weights, moments, learning rate or data are damaged mid-run but stay finite?
 
-Thirteen stories of tests/stories/damage.py, and the same ones with different data from that step on, in the clean run
-too. Each runs unguarded, on a Guard that acts at the first symptom (`Policy.eager()`), and on a Guard with all
-defaults, which acts on proof. A cell shows the held-out loss relative to the clean run with the same seed (median and
-worst over the seeds) and the steps lost. Below: the number of runs in which each rule acted.
+The thirteen trainings of tests/stories/damage.py, once as they are and once with different data from that step on, in
+the clean run too. Each runs unguarded, on a Guard that acts at the first symptom (`Policy.eager()`), and on a Guard
+with all defaults, which acts on proof. A cell shows the held-out loss relative to the clean run with the same seed
+(median and worst over the seeds) and the steps lost. Below: the number of runs in which each rule acted.
 
 Run `python benchmarks/finite_damage.py`, with `--quick` for three stories and one seed.
 """

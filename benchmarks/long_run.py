@@ -1,14 +1,14 @@
-"""What a whole guarded run costs: the mean, not the median, with snapshots, looks and records included.
+"""What a whole guarded run costs: the mean, not the median, with snapshots, scans and records included.
 
 On CUDA: GPT-2 124M eager, compiled and with CUDA graphs, and 774M compiled; bf16 autocast, fused AdamW, T=1024. On the
-CPU: an MLP and a CNN that take about a millisecond per step, and a 10M-parameter GPT, on one thread. Each way has its
-own model and optimizer and, if guarded, a new Guard with every default, including its first snapshot; the ways take
-turns. On CUDA the ways of one model share a process, and a step is timed between two events. In turns of 250 steps,
-snapshot memory is pinned during guarded steps only: the plain steps that follow wait until pinning has finished. In
-turns of 50, pinning slows the plain steps too. On the CPU each way has its own process, so that one can be `steadygrad
-run`, and a step is timed in CPU seconds of that process, which other programs affect little. There a turn begins with
-cold caches, so its length does not divide the hundred steps between two looks: no real run is cold at every look.
-`worst ten` is the slowest stretch of ten consecutive steps.
+CPU: an MLP and a CNN that take about a millisecond per step, and a 10M-parameter GPT, on one thread. Each variant has
+its own model and optimizer and, if guarded, a new Guard with every default, including its first snapshot; the variants
+take turns. On CUDA the variants of one model share a process, and a step is timed between two events. In turns of 250
+steps, snapshot memory is pinned during guarded steps only: the plain steps that follow wait until pinning has finished.
+In turns of 50, pinning slows the plain steps too. On the CPU each variant has its own process, so that one can be
+`steadygrad run`, and a step is timed in CPU seconds of that process, which other programs affect little. There a turn
+begins with cold caches, so its length does not divide the hundred steps between two scans: otherwise every scan would
+find cold caches, unlike in a real run. `worst ten` is the slowest stretch of ten consecutive steps.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """

@@ -1,9 +1,9 @@
-"""What a look costs: every hundredth step, by default, weights, Adam's ratio, inputs and activations are measured too.
+"""What a periodic scan costs: by default, every hundredth step also measures weights, Adam's ratio, batch, activations.
 
-GPTs with different numbers of tensors under a Guard that looks every 20 steps: eager, bf16 autocast and fused AdamW on
-CUDA; a small one in fp32 on the CPU. A look is queued in one step and read in the next, so its cost is how much longer
-those two steps take than two ordinary ones: median and mean over looks. `host` waits for the device before each step,
-which leaves only the host's work; `step` does not wait. Kernels are counted by torch's profiler, in a step with a look
+GPTs with different numbers of tensors under a Guard that scans every 20 steps: eager, bf16 autocast and fused AdamW on
+CUDA; a small one in fp32 on the CPU. A scan is queued in one step and read in the next, so its cost is how much longer
+those two steps take than two ordinary ones: median and mean over scans. `host` waits for the device before each step,
+which leaves only the host's work; `step` does not wait. Kernels are counted by torch's profiler, in a step with a scan
 and in one without.
 
     python benchmarks/looks.py [--device cuda|cpu] [--only NAME] [--quick]

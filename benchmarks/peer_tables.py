@@ -120,7 +120,7 @@ def say_who_is_better(rows: dict[str, Figures]) -> str:
         shown = [f"{name} {figure}" for name, figure in better.items() if figure != own]
         if shown:
             found.append(f"{words}: {', '.join(shown)} (Guard {own})")
-    return f"**Where a peer is better** than a Guard at its defaults: {'; '.join(found)}." if found else ""
+    return f"**Where another tool is better** than a Guard at its defaults: {'; '.join(found)}." if found else ""
 
 
 def show_figure(key: str, figure: float) -> str:
@@ -132,8 +132,8 @@ def say_traincheck(learnt: Results) -> str:
     summary = learnt["summary"]
     return (
         f"TrainCheck learns from a good run of the same program, which no other row needs. It was tried on "
-        f"{summary['num_cases']} of the errors ({summary['num_done']} went through, {summary['mean_seconds']:.0f} s "
-        f"a case{say_load(learnt)}) and not on the healthy trainings. Nearly every run with another seed violates "
+        f"{summary['num_cases']} of the errors ({summary['num_done']} completed, {summary['mean_seconds']:.0f} s "
+        f"per case{say_load(learnt)}) and not on the healthy trainings. Nearly every run with another seed violates "
         f"some invariant, so `told apart` counts errors that violate one that the healthy twin does not; the twin "
         f"with a third seed did so in "
         f"{summary['num_twins_apart']} of {summary['num_done']} cases."
@@ -212,7 +212,7 @@ def render_peer_table(results: Results) -> str:
     least = min(one["cost"] for one in results["peers"].values())
     note = f"Counts of {num} faults; line and module of {num - 1}, since one fault is in the data."
     if least < 1.0:  # every other way does what the first one does, and more
-        note += f" The error of the costs: a way that only adds work to the first row was measured at {least:.2f}x."
+        note += f" Noise of the costs: a row with more work than the first one was measured at {least:.2f}x."
     return f"{render_table(header, rows, left=(0, 1))}\n\n{note}"
 
 

@@ -2,8 +2,7 @@
 
 GPT-2 124M, T=1024, bf16 autocast, eager, fused AdamW on CUDA; a small GPT in fp32 on the CPU. Three runs of the same
 training: nothing happens; the data change from one step on; the learning rate is 300 times too high for twelve steps.
-For each: the number of tests, the time of a test in milliseconds and in steps of this run, its peak memory relative to
-training, and whether it left every weight unchanged.
+For each test: its result, its time in milliseconds and in steps of this run, and its peak memory relative to training.
 
     python benchmarks/proof.py [--device cuda|cpu] [--quick]
 """

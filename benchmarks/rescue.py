@@ -1,9 +1,9 @@
-"""What saves a training that goes wrong? Each story of the tests, unguarded, clipped, with ZClip's rule, on a Guard.
+"""What saves a training that goes wrong? Each faulty training of the tests: unguarded, clipped, with ZClip, on a Guard.
 
-For each: held-out loss relative to the clean run with the same seed, steps lost (skipped, undone or left out), whether
-it died or was halted, and wall seconds. A cell shows the median over the seeds and the worst; died and halted runs are
-counted. "Guard" has all defaults; "clip at 1.0" changes only that. "own policy" also rolls back on `exploding_gradient`
-in the story marked *, and is the default elsewhere. The models are small: read orders of magnitude.
+A cell shows the held-out loss relative to the clean run with the same seed (median and worst over the seeds) and the
+steps lost (skipped, undone or left out); runs that died or were halted are counted. "Guard" has all defaults; "clip at
+1.0" changes only that. "own policy" also rolls back on `exploding_gradient` in the training marked *, and is the
+default elsewhere. The models are small: only orders of magnitude mean something.
 
 Run `python benchmarks/rescue.py`, with `--quick` for three stories and one seed; writes results/rescue.json. `--only
 TEXT` runs the stories with that text in their names and keeps the results of the others.

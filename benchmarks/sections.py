@@ -251,11 +251,17 @@ def show_delay(one: Results) -> str:
 
 
 def render_diagnosis(results: Results) -> str:
+    measured = results["step_bytes"] > 0  # memory is measured on a GPU only
     rows = [
-        [name, f"{results[name]['ms']:.0f}", f"{results[name]['steps']:.1f}", f"{results[name]['memory']:.2f}"]
+        [
+            name,
+            f"{results[name]['ms']:.0f}",
+            f"{results[name]['steps']:.1f}",
+            f"{results[name]['memory']:.2f}" if measured else "-",
+        ]
         for name in ("one sample overflows", "no sample is to blame")
     ]
-    rows += [[f"a step, batch {results['batch']}", f"{results['step_ms']:.0f}", "1.0", "1.00"]]
+    rows += [[f"a step, batch {results['batch']}", f"{results['step_ms']:.0f}", "1.0", "1.00" if measured else "-"]]
     return render_table(["", "milliseconds", "steps", "memory"], rows)
 
 
@@ -287,8 +293,10 @@ def render_checkpoint(results: Results) -> str:
 
 
 def render_facts(results: Results) -> str:
-    """Render names and numbers as they are."""
-    return render_table(["", ""], [[name.replace("_", " "), show_plain(value)] for name, value in results.items()])
+    """Render names, without 'num', and numbers as they are."""
+    return render_table(
+        ["", ""], [[name.removeprefix("num_").replace("_", " "), show_plain(value)] for name, value in results.items()]
+    )
 
 
 def show_plain(value: Any) -> str:
@@ -393,7 +401,7 @@ def render_looks(results: Results) -> str:
         ]
         for name, found in results.items()
     ]
-    return render_table(["", "host, ms", "step, ms", "kernels and copies per look"], rows)
+    return render_table(["", "host, ms", "step, ms", "kernels and copies per scan"], rows)
 
 
 def render_recipes(results: Results) -> str:
@@ -419,7 +427,7 @@ def show_recipe(found: Results) -> list[str]:
 Render = Callable[[Results], str]
 SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "A whole run": ("long_run.py", {f"long_run_{device}": render_long_run for device in ("cuda", "cpu")}),
-    "What a look costs": ("looks.py", {f"looks_{device}": render_looks for device in ("cuda", "cpu")}),
+    "What a periodic scan costs": ("looks.py", {f"looks_{device}": render_looks for device in ("cuda", "cpu")}),
     "A whole training step": (
         "whole_step.py",
         {f"whole_step_{device}": lambda r, d=device: render_whole_step(r, d) for device in ("cuda", "cpu")},
@@ -428,9 +436,9 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
         "guarded_step.py",
         {f"guarded_step_{device}": lambda r, d=device: render_guarded_step(r, d) for device in ("cuda", "cpu")},
     ),
-    "Compared with the peers, in one table": ("peers/silent.py", {"peers_silent": render_all_peers}),
-    "Compared with the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
-    "Healthy trainings, with the peers": ("peers/harm.py", {"peers_harm": render_beside_harm}),
+    "Other tools, in one table": ("peers/silent.py", {"peers_silent": render_all_peers}),
+    "Other tools on four faults": ("peers/compare.py", {"peers": render_more_of_peers}),
+    "Healthy trainings, with other tools": ("peers/harm.py", {"peers_harm": render_beside_harm}),
     "TrainCheck": ("peers/traincheck_runs.py", {"peers_traincheck": render_traincheck}),
     "Finding the cause": ("zoo.py", {"zoo": render_zoo}),
     "Errors that never crash": ("silent.py", {"silent": render_silent}),

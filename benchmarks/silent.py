@@ -1,4 +1,4 @@
-"""Errors that never crash: how many a Guard names, after how many steps, and what looking for them costs.
+"""Errors that never crash: how many a Guard names, after how many steps, and what the checks cost.
 
 Every case of tests/silent is a small training with a program error, and the same training without it. It is named when
 the finding has the kind that the case states; a finding on a healthy twin, or on a program that only looks like an
@@ -9,8 +9,8 @@ which the error shows. The cost is the CPU time of a step with all checks for er
 `MeasureConfig(scan_every=0)`, which switches them off together with all other periodic scans; both take turns.
 
 The rules are tested with these same cases, and some rules were written for some of them: this is not a score on unseen
-errors. Of 65 errors written without a look at the rules, a Guard named 14, and 31 after rules had been added. The steps
-of `deepspeed-5794` are set by its program, and `wait_alone` has no healthy twin.
+errors. Of 65 errors written without looking at the rules, a Guard named 14, and 31 after rules had been added. The
+steps of `deepspeed-5794` are set by its program, and `wait_alone` has no healthy twin.
 
     python benchmarks/silent.py [--quick]
 """

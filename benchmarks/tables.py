@@ -16,8 +16,8 @@ RESULTS = Path(__file__).parent / "results"
 STOCK, QUIET = "clip_grad_norm_ + step", "Guard, norm below the threshold"
 PLAIN, GUARDED = "plain (no clip, no check)", "Guard, guard.step(fn, batch)"
 TRAINED = {
-    "cuda": "GPT-2 124M, 1024 tokens, bf16 autocast, eager, fused AdamW, CUDA, B sequences a batch",
-    "cpu": "a GPT of 10M parameters, 128 tokens, fp32, fused AdamW, CPU, B sequences a batch",
+    "cuda": "GPT-2 124M, 1024 tokens, bf16 autocast, eager, fused AdamW, CUDA, B sequences per batch",
+    "cpu": "a GPT of 10M parameters, 128 tokens, fp32, fused AdamW, CPU, B sequences per batch",
 }
 """What whole_step.py trains on each device."""
 Results = Mapping[str, Any]
@@ -129,7 +129,7 @@ def render_long_run(results: Results) -> str:
         if "memory" in one:
             host, device = (one["memory"][f"{where}_peak_bytes"] / 2**30 for where in ("host", "device"))
             parts.append(
-                f"Peak memory of all ways together: {host:.1f} GiB on the host, {device:.1f} GiB on the device."
+                f"Peak memory of all variants together: {host:.1f} GiB on the host, {device:.1f} GiB on the device."
             )
     return "\n\n".join(parts)
 

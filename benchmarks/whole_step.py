@@ -1,6 +1,6 @@
-"""What watching a whole training step costs: forward, backward, optimizer.
+"""What guarding costs in a whole training step: forward, backward, optimizer.
 
-GPT-2 124M, T=1024, bf16 autocast, eager, fused AdamW on CUDA; a 10M-parameter GPT in fp32 on the CPU. All ways take
+GPT-2 124M, T=1024, bf16 autocast, eager, fused AdamW on CUDA; a 10M-parameter GPT in fp32 on the CPU. All variants take
 turns in one process on one model; the claim is the ratio of medians to the plain step (CUDA) or to the step with stock
 clipping (CPU).
 

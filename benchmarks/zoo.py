@@ -1,4 +1,4 @@
-"""Who names the cause: `diagnose` and torch's `detect_anomaly`, on every case of the zoo with a non-finite value.
+"""How often `diagnose` and torch's `detect_anomaly` name the cause, on every case of tests/zoo with a non-finite value.
 
 Each case is trained without a guard up to the failing step, then both diagnose that step. For `diagnose`, correct means
 kind, phase, op, module and line; for `detect_anomaly`, only what it can report: the op, by its autograd node, and the

@@ -1,13 +1,13 @@
-"""What do the peers notice of four faults, what reaches the weights, what do they name, and what does watching cost?
+"""What do other tools notice of four faults, what reaches the weights, what do they name, and what do they cost?
 
-Each installed peer trains the same small model (subject.py), which one batch breaks in a known op on a known line.
+Each installed tool trains the same small model (subject.py), which one batch breaks in a known op on a known line.
 Noticed: it raised an error, or reported something at that step that it does not report on healthy ones. Saved: no
 weight is NaN or Inf afterwards. Continues: it did not raise, and still trains at the end. Named: op, line, module and
 sample appear in its own output. Cost: processor time of a healthy step of a 10M-parameter GPT, relative to
-`clip_grad_norm_` + step, on one thread; medians of rounds in which all take turns; processes that a peer starts are not
+`clip_grad_norm_` + step, on one thread; medians of rounds in which all take turns; processes that a tool starts are not
 counted.
 
-Peers that are not installed are left out; `environment.py` installs them in a separate environment and runs this
+Tools that are not installed are left out; `environment.py` installs them in a separate environment and runs this
 program there.
 
     python benchmarks/peers/environment.py [-q]        or here: python benchmarks/peers/compare.py [--quick]

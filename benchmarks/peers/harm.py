@@ -1,9 +1,9 @@
-"""What do the peers do to healthy trainings? Every scenario of tests/healthy, with each peer at its defaults.
+"""What do other tools do to healthy trainings? Every scenario of tests/healthy, with each tool at its defaults.
 
 Stopped: it raised an exception that the plain run does not raise. Steps withheld: it skipped or undid a step. Weights
 changed: the final weights are not bit-identical to the plain run's; clipping changes them by design. Missed: the run no
 longer reached what it was written to show, such as a rising reward or a falling loss. Warned: it reported a problem.
-One run of each scenario, one seed. A peer that only watches changes nothing, and is rated by its alarms. The Guard has
+One run of each scenario, one seed. A tool that only watches changes nothing, and is rated by its alarms. The Guard has
 two rows: with its defaults, which clip, and without clipping, from the results of benchmarks/harm.py.
 
 TrainCheck is not included: it does not act, and needs a trace of a good run of the same program first;

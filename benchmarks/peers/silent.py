@@ -1,17 +1,17 @@
-"""How many errors that never crash do the peers notice, and how often do they raise a false alarm?
+"""How many errors that never crash do other tools notice, and how often do they raise a false alarm?
 
-Every case of tests/silent, with and without its error, in the loop of each peer at its defaults. Noticed: it stopped
+Every case of tests/silent, with and without its error, in the loop of each tool at its defaults. Noticed: it stopped
 the training, withheld a step or warned. False alarm: it did so on the healthy twin, or on a program that only looks
 like an error. Told apart: noticed, and no alarm on the twin. Clipping reports nothing, so it notices nothing. The
 Guard's row counts the same cases in the results of benchmarks/silent.py; TrainCheck's row comes from
-traincheck_runs.py. `wait_alone` is left out: it takes no step that a peer could look at. The healthy trainings are
-those of harm.py: "changed" means that the final weights have different bits, which every clip that engages causes; the
-goal of a training is what it was written to reach.
+traincheck_runs.py. `wait_alone` is left out: it takes no step that a tool could look at. The healthy trainings are
+those of harm.py: "changed" means that the final weights have different bits, as after every clip that engages; "goal
+missed" means that the training did not reach what it was written to reach, such as a rising reward.
 
 The cases are our own, and some of a Guard's rules were written for some of them: its row is not a score on unseen
-errors. The peers judge the loss and the gradient norms, which are healthy in most of these programs, and many programs
-end before a peer's warm-up does. So few errors are visible to them. The cost is the mean processor time of a step of
-compare.py's GPT, relative to `clip_grad_norm_` + step.
+errors. The other tools judge the loss and the gradient norms, which are healthy in most of these programs, and many
+programs end before a tool's warm-up does. So few errors are visible to them. The cost is the mean processor time of a
+step of compare.py's GPT, relative to `clip_grad_norm_` + step.
 
     python benchmarks/peers/environment.py --silent
     python benchmarks/peers/silent.py [--only NAME] [--quick]        here, with the peers that are installed

@@ -16,7 +16,7 @@ def look_up_in(new: str, *, old: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(new), name)
         warnings.warn(
-            f"{old}.{name} is now {new}.{name}; the old path goes with the next release.",
+            f"{old}.{name} is now {new}.{name}; the old path will be removed in the next release.",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
 
 
 warnings.warn(
-    f"{__name__} is now the package {NEW}; the old path goes with the next release.",
+    f"{__name__} is now the package {NEW}; the old path will be removed in the next release.",
     DeprecationWarning,
     stacklevel=2,
 )

@@ -346,7 +346,7 @@ def test_the_command_trains_tells_and_finds_neighbours(tmp_path: Path, capsys: p
     sizes = ["--model.embed_dim=32", "--modalities=image,en,vector", "--batch-size=4", "--num-synthetic=40"]
     assert main([*words, *sizes]) == 0
     out = capsys.readouterr().out
-    assert "No data was given: 40 images with captions were made" in out
+    assert "No data was given: 40 images with captions were generated" in out
     assert "image + en + vector: 36 samples to train, 4 to validate" in out
     assert "Step 4: val_loss=" in out
     assert "Epoch 1/8: loss=" in out

@@ -99,7 +99,7 @@ def test_the_unguarded_run_dies_the_guarded_one_survives_and_the_line_is_named(
     assert f"model.py line {line}, in module blocks.0.norm_" in output
     assert re.search(rf"> +{line} \| +{re.escape(BAD_LINE)}$", output, re.MULTILINE)
     assert f"(index {EMPTY_SAMPLE})" in output
-    assert "the batch. weights held NaN before any op ran" in output
+    assert "the batch: weights held NaN before any op ran" in output
     assert f"(index {NAN_SAMPLE})" in output
 
     (folder,) = Path("runs").glob("demo-*")

@@ -172,7 +172,7 @@ def test_a_lowered_rate_continues_like_a_run_that_always_had_it_bit_for_bit() ->
     (incident,) = guard.incidents
     assert incident.outcome.action is Action.ROLLBACK
     assert (incident.outcome.after["step"], incident.outcome.after["num_steps_made_again"]) == (0, 40)
-    assert "made 40 of these steps again from there" in incident.outcome.message
+    assert "repeated 40 of these steps from there" in incident.outcome.message
     plain, plain_optimizer = begin(training, factor=guard.stats()["learning_rate_factor"] or 0.0)
     for batch in training.batches[:40]:
         training.loss(plain, batch).backward()

@@ -458,7 +458,7 @@ def test_the_summary_lists_the_actions_in_ten_lines() -> None:
     assert "of its schedule" not in lines["rate"], "the rollback took the lowered rate back"
     assert "snapshot" in lines["rate"]
     assert "of host memory" in lines["rate"]
-    assert "went back from step 50 to the state before step" in text
+    assert "rolled back from step 50 to the state before step" in text
 
 
 def test_a_summary_of_a_poisoned_gradient_names_the_worst_layers_first() -> None:

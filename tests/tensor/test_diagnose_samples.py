@@ -174,4 +174,4 @@ def test_a_sample_that_passed_through_numpy_is_found() -> None:
 
     assert cause is not None
     assert cause.samples == (4,)
-    assert "Python or numpy computed them" in cause.explanation
+    assert "results of Python or numpy" in cause.explanation

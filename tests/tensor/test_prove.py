@@ -131,7 +131,7 @@ def test_damage_is_found_even_if_the_data_changed_at_the_same_step() -> None:
 
     (incident,) = [i for i in loop.guard.incidents if i.outcome.action is Action.ROLLBACK]
     assert incident.finding.evidence["rate_factor"] == 1
-    assert "made again from the weights of step" in incident.finding.message
+    assert "repeated from the weights of step" in incident.finding.message
     assert incident.outcome.after["step"] <= HARM
     assert incident.outcome.after["num_steps_made_again"] == 40  # and those are not lost
 

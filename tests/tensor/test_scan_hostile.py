@@ -316,7 +316,7 @@ def test_wrong_lengths_cost_nothing(data: bytes) -> None:
 def test_endlessly_overlapping_views_are_refused(tmp_path: Path) -> None:
     storage = torch.zeros(1 << 16)
     torch.save([storage[i:] for i in range(200)], tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"one over the other"):
+    with pytest.raises(CheckpointError, match=r"overlapping one another"):
         scan_checkpoint(tmp_path / "x.pt")
 
 

@@ -61,7 +61,7 @@ class Actor:
     def _tighten(self, factor: float) -> Outcome:
         """Lower the clip threshold from the next step on."""
         if not isinstance(self._clipper, FixedNormClipper):
-            return Outcome(action=Action.NONE, message="this way of clipping has no fixed threshold to lower")
+            return Outcome(action=Action.NONE, message="this clip strategy has no fixed threshold to lower")
         before = self._clipper.threshold
         self._clipper.tighten(factor)
         after = self._clipper.threshold
@@ -89,8 +89,8 @@ class Actor:
         self._window.open(self._snapshots.effective_skip(now))
         message = "; ".join(
             [
-                f"went back from step {now} to the {self._name_source()} before step {then}",
-                *([f"made {num_again} of these steps again from there"] if num_again else []),
+                f"rolled back from step {now} to the {self._name_source()} before step {then}",
+                *([f"repeated {num_again} of these steps from there"] if num_again else []),
                 *(f"left as it is: {misfit}" for misfit in misfits),
                 self._window.describe(),
             ]

@@ -184,7 +184,7 @@ class Restorer:
         tree = self._fill(saved) if isinstance(extra, nn.Module) else self._put(None, saved)
         if isinstance(extra, nn.Module):  # copies into its own tensors, so the host's can be passed directly
             if not self._strict and _shapes(extra.state_dict()) != _shapes(tree):
-                return [f"the {name} has other tensors now"]
+                return [f"the {name} has different tensors now"]
             extra.load_state_dict(tree)
             return []
         try:

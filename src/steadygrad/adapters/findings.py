@@ -47,8 +47,8 @@ def describe_replaced_error(error: BaseException, *, step: int, count: int) -> F
         kind="exception",
         severity=Severity.ERROR,
         step=step,
-        message=f"computing the loss raised {type(error).__name__}: {error}; a small loss without gradient took its "
-        f"place ({count} so far)",
+        message=f"computing the loss raised {type(error).__name__}: {error}; a small loss without gradient was used "
+        f"instead ({count} so far)",
         advice="Look at this batch. If it keeps happening, the exception is re-raised.",
         evidence={"type": type(error).__name__, "num_errors": count},
     )
@@ -60,7 +60,7 @@ def describe_replaced_loss(reason: str, advice: str, *, step: int, count: int) -
         kind="replaced_loss",
         severity=Severity.WARNING,
         step=step,
-        message=f"{reason}: a small loss without gradient took its place ({count} so far)",
+        message=f"{reason}: a small loss without gradient was used instead ({count} so far)",
         advice=advice,
         evidence={"reason": reason, "num_replaced": count},
     )

@@ -43,7 +43,9 @@ __all__ = [
 _transformers = import_extra("transformers", "transformers", what="this adapter")
 TrainerCallback: Any = _transformers.TrainerCallback
 
-NOT_FINITE = "Look at callback.guard.incidents for the step and its cause; safe_compute_loss(trainer) keeps it usable."
+NOT_FINITE = (
+    "Look at callback.guard.incidents for the step and its cause; safe_compute_loss(trainer) keeps the loss usable."
+)
 STATE_FILE = "steadygrad.pt"
 """The file with the Guard's state, next to the Trainer's own files in each of its checkpoints."""
 NUM_RANKS = "num_ranks"
@@ -225,7 +227,9 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
         except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where a disk is full
             aside.unlink(missing_ok=True)
             self._warnings.warn_once(
-                "save", f"the guard's state was not saved to {path}: {error}.", "A resume starts its history afresh."
+                "save",
+                f"the guard's state was not saved to {path}: {error}.",
+                "After a resume, its history starts from scratch.",
             )
 
     def _resume(self, checkpoint: str | None, num_ranks: int) -> None:

@@ -324,8 +324,9 @@ def _can_skip(loader: Any) -> bool:
 
 def _warn_of_order(loader: Any) -> None:
     warnings.warn(
-        f"a {type(loader).__name__} of this kind is moved to its place by running through it; the order of its data "
-        "is not guaranteed. Use torchdata's StatefulDataLoader, or give it state_dict() and load_state_dict().",
+        f"a {type(loader).__name__} of this kind is brought to its position by reading it from the start; the order "
+        "of its data is not guaranteed. Use torchdata's StatefulDataLoader, or give it state_dict() and "
+        "load_state_dict().",
         stacklevel=2,
     )
 
@@ -336,8 +337,8 @@ def _warn_of_sampler(loader: DataLoader[Any]) -> None:
     unknown = [type(one).__name__ for one in samplers if one is not None and not _module_of(one).startswith(known)]
     if unknown:
         warnings.warn(
-            f"{unknown[0]} was run again to the place where it was. Its order is the same if it draws its random "
-            "numbers when a pass begins, and is not guaranteed if it draws them as it goes.",
+            f"{unknown[0]} was read again up to its position. Its order is the same if it draws its random numbers "
+            "when a pass begins; if it draws them along the way, the order is not guaranteed.",
             stacklevel=2,
         )
 

@@ -35,7 +35,7 @@ from steadygrad.config.switch import is_switched_off
 @click.option(
     "--fail-on",
     type=click.Choice(["warning", "error", "critical"]),
-    help="Exit with 1 although the script succeeded, if an incident was this severe or worse, or nothing was guarded.",
+    help="Exit with 1, even if the script succeeded, if an incident was this severe or worse, or nothing was guarded.",
 )
 @click.argument("target", metavar="SCRIPT|MODULE|COMMAND")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")

@@ -51,7 +51,7 @@ RUNS = Path("runs")
 @click.option(
     "--storage",
     metavar="URL",
-    help="Optuna's storage, shared by all workers: a data base, or journal:FILE for a network file system.  "
+    help="Optuna's storage, shared by all workers: a database, or journal:FILE for a network file system.  "
     "[default: SQLite, tune.db in the run directory]",
 )
 @click.option("--study", metavar="NAME", help="The search's name in --storage.  [default: steadygrad]")
@@ -214,7 +214,7 @@ def join_ranks(run_dir: Path | None, storage: str | None) -> tuple[int, bool]:
     if num_machines > 1 and storage is None:
         raise UsageError(
             f"workers were started on {num_machines} machines, and SQLite in the run directory is for one. Give a "
-            "--storage that all reach: journal:FILE on a file system that they share, or the URL of a data base."
+            "--storage that all reach: journal:FILE on a file system that they share, or the URL of a database."
         )
     import torch
 

@@ -9,7 +9,7 @@ import click
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--once", is_flag=True, help="Print one screen and exit, as always without a terminal.")
+@click.option("--once", is_flag=True, help="Print one screen and exit; without a terminal this is the default.")
 def watch(run: Path, once: bool) -> None:
     """Follow a run on the full screen: loss, norm, incidents; q quits.
 

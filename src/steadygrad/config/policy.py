@@ -22,7 +22,7 @@ class Policy:
     """What to do about findings, how often, and what to try next when it does not help.
 
     One non-finite step is skipped; three in a row lower the learning rate; ten roll back; the third rollback halts.
-    Finite numbers are acted on only with proof that the present weights are worse than earlier ones.
+    Finite numbers are acted on only with proof that the current weights are worse than earlier ones.
 
     >>> Policy.patient().change_hyperparameters
     False

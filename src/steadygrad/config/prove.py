@@ -1,4 +1,4 @@
-"""ProveConfig: how the paired test decides whether the present weights were harmed."""
+"""ProveConfig: how the paired test decides whether the current weights were harmed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from steadygrad.config.checks import require, require_booleans, require_positive
 
 @dataclass(frozen=True, kw_only=True)
 class ProveConfig:
-    """How earlier weights are compared with the present ones when finite numbers look like trouble.
+    """How earlier weights are compared with the current ones when finite numbers look like trouble.
 
     The figures come from `benchmarks/harm.py` and `benchmarks/rescue.py`; docs/proof.md has the table.
     """
@@ -21,11 +21,11 @@ class ProveConfig:
     patience: int = 8
     """Steps between a first test that says "damaged" and collecting batches for the second, which must agree."""
     ratio: float = 2.0
-    """Multiple of the earlier weights' loss that the present ones must reach on every batch."""
+    """Multiple of the earlier weights' loss that the current ones must reach on every batch."""
     share: float = 0.25
-    """Share of what the earlier weights had learnt since the start that the present ones must have lost."""
+    """Share of what the earlier weights had learnt since the start that the current ones must have lost."""
     excess: float = 0.2
-    """Where only the initial weights are available: by what share of their loss the present ones must be worse."""
+    """Where only the initial weights are available: by what share of their loss the current ones must be worse."""
     lead: float = 0.1
     """Where a learning rate looks too high: by what share of the run's loss a lower one must be ahead. Where the data
     has changed: the share of what earlier weights learnt on it that the run must lack."""

@@ -45,12 +45,12 @@ def _judge_input(call: LossCall) -> tuple[str, str] | None:
     if call.op == "nll_loss" and call.fed_by in RAW:
         what = "probabilities" if call.fed_by in ("softmax", "sigmoid") else f"the output of a {call.fed_by}"
         return (
-            f"nll_loss gets {what} and expects log-probabilities: it is negative without a bound, or stays near -1",
+            f"nll_loss gets {what} but expects log-probabilities: the loss has no lower bound, or stays near -1",
             "Use F.cross_entropy on the logits, or log_softmax before nll_loss.",
         )
     if call.op in ("ctc_loss", "kl_div") and call.fed_by in RAW:
         return (
-            f"{call.op} gets the output of a {call.fed_by} and expects log-probabilities",
+            f"{call.op} gets the output of a {call.fed_by} but expects log-probabilities",
             "Put log_softmax over the classes before it.",
         )
     if call.op == "nll_loss" and call.softmax_dim is not None and len(call.shape) > 1 and call.softmax_dim != 1:
@@ -61,9 +61,9 @@ def _judge_input(call: LossCall) -> tuple[str, str] | None:
         )
     if call.op == "nll_loss" and call.reshaped_from:
         return (
-            f"cross_entropy gets scores of {call.reshaped_from} that were reshaped to {call.shape}: a reshape moves no "
-            "element, so each score stands for another class and another place",
-            "Use transpose(1, 2), movedim(-1, 1) or permute, or flatten the places: scores.flatten(0, 1).",
+            f"cross_entropy gets scores of {call.reshaped_from} that were reshaped to {call.shape}: a reshape does "
+            "not reorder elements, so each score ends up at another class and position",
+            "Use transpose(1, 2), movedim(-1, 1) or permute, or flatten the positions: scores.flatten(0, 1).",
         )
     if call.op == "nll_loss" and call.fed_by == "log_softmax" and call.softmax_fed_by == "sigmoid":
         return (
@@ -105,7 +105,8 @@ class OneElementNorm(OnceRule[LossScan]):
 
 MIXED = {
     "reshape": (
-        " exchanges the batch with another axis and moves no element: pieces of different samples are joined",
+        " is meant to swap the batch with another axis but does not reorder elements: it joins pieces of different "
+        "samples",
         "Use transpose or permute to exchange axes.",
     ),
     "batch_first": (
@@ -113,7 +114,7 @@ MIXED = {
         "Create the layer with batch_first=True, or transpose its input.",
     ),
     "positions": (
-        " gives each sample the encoding of its place in the batch, and all of its time steps the same one",
+        " gives each sample the encoding of its position in the batch, the same one at every time step",
         "Slice by the length of the sequence, and add along it: table[:x.size(1)].transpose(0, 1), shape (1, T, D).",
     ),
     "gradient": (
@@ -144,7 +145,7 @@ class MixedSamples(OnceRule[MixedAxes]):
 
 
 class MixedChannels(OnceRule[MixedAxes]):
-    """A convolution gets channels that a reshape has mixed with the places of the image."""
+    """A convolution gets channels that a reshape has mixed with the positions in the image."""
 
     name = "mixed_channels"
     hears = (MixedAxes,)
@@ -155,15 +156,15 @@ class MixedChannels(OnceRule[MixedAxes]):
             return None
         return self.report(
             step=fact.step,
-            message=f"{fact.what}{at(fact.where)} is to put the channels before the places and moves no element: each "
-            "channel that the convolution gets holds pieces of all of them",
+            message=f"{fact.what}{at(fact.where)} is meant to move the channels to the front but does not reorder "
+            "elements: each channel that the convolution gets holds pieces of all channels",
             advice="Move the axis with permute(0, 3, 1, 2), movedim(-1, 1) or transpose(1, 2), and reshape afterwards.",
             evidence={"what": fact.what, "where": fact.where},
         )
 
 
 class ShiftedLabels(OnceRule[LabelScan]):
-    """The labels of a language model are the tokens two places ahead, or the tokens it reads.
+    """The labels of a language model are the tokens two positions ahead, or the tokens it reads.
 
     Compared with the tokens of the model's call, place by place. Labels equal to the tokens are right for an
     autoencoder, so they are reported only for a model that cannot see later tokens.
@@ -201,7 +202,7 @@ class ShiftedLabels(OnceRule[LabelScan]):
 
 
 class VisibleLabels(OnceRule[VisibleLabel]):
-    """A language model sees the tokens that it is to predict: nothing hides the later ones.
+    """A language model sees the tokens that it should predict: nothing hides the later ones.
 
     Its loss falls far below that of a healthy one, and what it generates is worthless. Labels that are the next tokens
     make it a language model, and the gradient of an output with respect to its own label shows that it is seen.
@@ -215,10 +216,10 @@ class VisibleLabels(OnceRule[VisibleLabel]):
         """Return the finding, with the place."""
         return self.report(
             step=fact.step,
-            message=f"the output at place {fact.place} depends on token {fact.place + 1}, the label it is to predict: "
-            "the model sees what comes next while it trains, and will not when it generates",
-            advice="Hide later tokens in every layer that mixes places: is_causal=True, or a mask above the diagonal "
-            "added before the softmax; pad a convolution on the left only; no bidirectional layer.",
+            message=f"the output at position {fact.place} depends on token {fact.place + 1}, the label it should "
+            "predict: the model sees what comes next in training, but not when it generates",
+            advice="Hide later tokens in every layer that mixes positions: is_causal=True, or a mask above the "
+            "diagonal added before the softmax; pad a convolution on the left only; no bidirectional layer.",
             evidence={"place": fact.place, "share": fact.share},
         )
 
@@ -235,7 +236,7 @@ class LabelsInInputs(OnceRule[LeakedLabel]):
             step=fact.step,
             message=f"column {fact.column} of the input follows the label exactly, in all {fact.num_rows} rows: "
             "the model learns to copy it",
-            advice="Leave the label's column out of the features; a model that is to be used has no label to read.",
+            advice="Leave the label's column out of the features; in use, the model has no label to read.",
             evidence={"column": fact.column, "num_rows": fact.num_rows, "tensor": fact.tensor},
         )
 
@@ -255,8 +256,9 @@ class PaddingInLoss(OnceRule[LabelScan]):
             return None
         return self.report(
             step=fact.step,
-            message=f"{share:.0%} of the labels that count are at places that the mask calls padding{at(fact.where)}: "
-            "the loss looks low, and most of the gradient teaches padding",
+            message=f"{share:.0%} of the labels that count are at positions that the mask marks as "
+            f"padding{at(fact.where)}: the loss looks low, and most of the gradient teaches the model to predict "
+            "padding",
             advice="Set these labels to -100 (ignore_index): labels.masked_fill(mask == 0, -100).",
             evidence={"num_at_padding": fact.num_at_padding, "num_counted": fact.num_counted, "where": fact.where},
         )
@@ -295,8 +297,8 @@ class SwappedMask(OnceRule[LabelScan]):
             return None
         return self.report(
             step=fact.step,
-            message="attention sees only places where a single token is repeated, and not those where "
-            f"tokens vary, in {fact.num_swapped_rows} rows{at(fact.where)}: it attends to padding only",
+            message="attention sees only positions where a single token is repeated, and none where tokens vary, in "
+            f"{fact.num_swapped_rows} rows{at(fact.where)}: it attends to padding only",
             advice="Invert it: an attention mask is 1 at real tokens; torch's key_padding_mask is True at padding.",
             evidence={"num_rows": fact.num_swapped_rows},
         )

@@ -196,7 +196,7 @@ def _judge_load(load: Load) -> tuple[str, str]:
         )
     if load.kept is not None and abs(load.kept) < KEPT:
         return (
-            f"the weights loaded{place} were overwritten before the first step: their correlation with the present "
+            f"the weights loaded{place} were overwritten before the first step: their correlation with the current "
             f"ones is {load.kept:.2f}",
             "Initialise first and load last; look for apply(init_weights) or reset_parameters() after the load.",
         )

@@ -121,7 +121,7 @@ class NonfiniteParameter(Remembering):
                 message=f"NaN or Inf in {spell_count(len(new), 'parameter')}: {show(new)}",
                 advice="If the optimizer made them (Adam in half precision, a learning rate far too high), keep the "
                 "weights in float32 under autocast, or lower the rate. Where nothing was rolled back, load a "
-                "checkpoint: no skip heals a weight.",
+                "checkpoint: skipping steps does not repair a weight.",
                 evidence={
                     "parameters": new[:SHOWN],
                     "num_parameters": len(new),

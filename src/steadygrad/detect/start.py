@@ -155,7 +155,7 @@ class RateTooHigh(Remembering):
         falls = math.log(early / level) > 2.0 * noise or level < self._config.learnt_share * first
         if not thrown or falls or math.log(highest / level) < FAR * noise:
             return ""
-        return f"the first steps threw the loss from {first:.4g} to {highest:.4g}, and it stays there: {level:.4g}"
+        return f"the first steps drove the loss from {first:.4g} to {highest:.4g}, and it stays there: {level:.4g}"
 
     def _find_ruin(self, step: int) -> str:
         """Loss and gradient grew from the first step on until they were not finite, which was not the batch's doing."""
@@ -165,7 +165,7 @@ class RateTooHigh(Remembering):
         loss, norm = self._losses[-1] / max(self._losses[0], 1e-38), self._norms[-1] / max(self._norms[0], 1e-38)
         if self._losses[0] <= 0 or loss < self._config.climb_ratio or norm < self._config.ruin_ratio:
             return ""
-        return f"loss and gradient have grown {loss:.2g} and {norm:.2g} times since the first step, until not finite"
+        return f"loss and gradient grew {loss:.2g} and {norm:.2g} times from the first step until they were not finite"
 
     def _find_beginning(self) -> int:
         """Return the first step whose loss or gradient shows the harm that those before it did."""

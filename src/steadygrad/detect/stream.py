@@ -112,8 +112,8 @@ class FixedSeed(OnceRule[RepeatedSeed]):
             message=f"torch.manual_seed({fact.seed}){at(fact.where)} is called in every step, and the last "
             f"{fact.num_steps} drew the same random numbers"
             + (f": {fact.repeats} never change" if fact.repeats else ""),
-            advice="Set the seed once, before the training; for numbers that are to stay the same, draw from a "
-            "torch.Generator of their own.",
+            advice="Set the seed once, before the training; for numbers that must stay the same, use a separate "
+            "torch.Generator.",
             evidence={"seed": fact.seed, "num_steps": fact.num_steps, "where": fact.where, "repeats": fact.repeats},
         )
 
@@ -231,7 +231,7 @@ class IndependentLabels(Remembering):
             message=f"no sign that the labels depend on the inputs: {fact.num_samples} samples differ between classes "
             f"as much as with shuffled labels ({score:+.1f} standard deviations), and the loss of {loss:.3g} is that "
             f"of a guess ({fact.entropy:.3g})",
-            advice="Check that inputs and labels are shuffled, sorted and cut together.",
+            advice="Check that inputs and labels are shuffled, sorted and split together.",
             evidence={"score": score, "loss": loss, "entropy": fact.entropy, "num_samples": fact.num_samples},
         )
 
@@ -258,7 +258,7 @@ class ChangedDataset(OnceRule[StoredDataChange]):
         return self.report(
             step=fact.step,
             message=f"inputs drift because {fact.name} itself changes: mean {fact.mean[0]:.3g} to {fact.mean[1]:.3g}, "
-            f"standard deviation {fact.std[0]:.3g} to {fact.std[1]:.3g} between looks at the stored data",
+            f"standard deviation {fact.std[0]:.3g} to {fact.std[1]:.3g} between two scans of the stored data",
             advice="__getitem__ changes the stored data in place: use x.sub(...), not x.sub_(...), or clone() first.",
             evidence={"name": fact.name, "changed_share": fact.changed_share, "correlation": fact.correlation},
         )

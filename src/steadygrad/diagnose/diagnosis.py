@@ -40,7 +40,7 @@ from steadygrad.measure.loss import find_loss
 EXACT = "yes, bit for bit (software, not hardware)"
 SAME_KIND = "yes, the same kind with other bits: an op of the step is not deterministic"
 RECEIVED = "it came from another rank, through a collective"
-TALKS = "the step itself talks to other ranks, so that it cannot be replayed on one"
+TALKS = "the step itself talks to other ranks, so it cannot be replayed on one"
 COLLECTIVE_REPLAYS = 3
 """Every rank makes this many, whatever it finds: the others wait for it in their collectives."""
 NOT_AGAIN = "no: the same step, replayed, was healthy"
@@ -272,7 +272,7 @@ class Diagnosis:
             return unknown(RECEIVED, kind=second.kind)
         reason = self._trace.trouble or "it was made by code that torch's dispatcher does not show"
         where = next(iter(second.gradients), "the loss")
-        return unknown(f"{second.kind} in {where}, and no op was seen making it: {reason}", kind=second.kind)
+        return unknown(f"{second.kind} in {where}, and no op was seen producing it: {reason}", kind=second.kind)
 
     def _describe_refusal(self, error: BaseException) -> Cause:
         """Describe a call that raised on finite values. Any other exception is the program's own."""

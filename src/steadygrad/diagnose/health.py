@@ -159,8 +159,8 @@ def _find_exploding(sizes: _Sizes, ease: float) -> Ailment | None:
         if growth > GROWN / ease:
             first = layers[start]
             text = (
-                f"what the layers give grows {factor:.3g} times a layer, from {outputs[start]:.3g} ({first.name}) to "
-                f"{outputs[end]:.3g} ({layers[end].name}); the gradient norm is {sizes.grad_norm:.3g}"
+                f"the outputs of the layers grow {factor:.3g} times per layer, from {outputs[start]:.3g} "
+                f"({first.name}) to {outputs[end]:.3g} ({layers[end].name}); the gradient norm is {sizes.grad_norm:.3g}"
             )
             fixes = (
                 "normalise inside each block: nn.LayerNorm(d) or nn.RMSNorm(d)",
@@ -184,7 +184,7 @@ def _find_vanishing(sizes: _Sizes, ease: float) -> Ailment | None:
         return None
     factor = ratio ** (1 / max(1, layers.index(last)))
     text = (
-        f"gradients fade {1 / factor:.3g} times a layer on their way back, from {last.gradient:.3g} ({last.name}) to "
+        f"gradients fade {1 / factor:.3g} times per layer on their way back, from {last.gradient:.3g} ({last.name}) to "
         f"{first.gradient:.3g} ({first.name})"
     )
     fixes = (

@@ -1,4 +1,4 @@
-"""Proof: the result of the paired test whether the present weights are worse than earlier ones.
+"""Proof: the result of the paired test whether the current weights are worse than earlier ones.
 
 Same batches, same random numbers, two sets of weights: whatever the data or the objective did affects both. The test
 can also end without an answer, and then it says why.
@@ -15,7 +15,7 @@ class Answer(enum.StrEnum):
     """How a paired test ended."""
 
     DAMAGED = "damaged"
-    """The earlier weights do clearly better on every batch: the present ones were harmed."""
+    """The earlier weights do clearly better on every batch: the current ones were harmed."""
     UNHARMED = "unharmed"
     """They do not: the data, the objective or the schedule changed, and the weights are fine."""
     NONFINITE = "nonfinite"
@@ -34,7 +34,7 @@ class Proof:
     reference: int | None = None
     """The earlier weights are those from before this step."""
     now: tuple[float, ...] = ()
-    """The loss of each batch under the present weights."""
+    """The loss of each batch under the current weights."""
     then: tuple[float, ...] = ()
     """... and under the earlier ones."""
     first: float | None = None
@@ -48,7 +48,7 @@ class Proof:
 
     @property
     def mean_now(self) -> float:
-        """Mean loss of the present weights."""
+        """Mean loss of the current weights."""
         return sum(self.now) / len(self.now)
 
     @property
@@ -66,10 +66,10 @@ class Proof:
         if self.rate_factor is not None:
             rate = "" if self.rate_factor == 1 else f" with {self.rate_factor:.3g} of the learning rate"
             return (
-                f"{on} the run has a loss of {self.mean_now:.4g}; made again from {start}{rate}, the same steps have "
+                f"{on} the run has a loss of {self.mean_now:.4g}; repeated from {start}{rate}, the same steps have "
                 f"{self.mean_then:.4g}"
             )
-        return f"{on} {start} have a loss of {self.mean_then:.4g}, the present ones {self.mean_now:.4g}"
+        return f"{on} {start} have a loss of {self.mean_then:.4g}, the current ones {self.mean_now:.4g}"
 
     def to_evidence(self) -> dict[str, int | float | str | Sequence[int | float | str]]:
         """Return plain numbers for a Finding's evidence."""

@@ -38,7 +38,7 @@ def make_again(
 ) -> list[float]:
     """Return the loss of each step, repeated from the state of `start` at `factor` times the present learning rate."""
     if ranks.many:
-        raise CannotTestError("steps are not made again on many ranks")
+        raise CannotTestError("steps are not repeated on several ranks")
     last = steps[-1].captures[-1]
     effects = Effects(last.fn, last.args, last.kwargs)
     if effects.obstacle is not None:

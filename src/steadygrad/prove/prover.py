@@ -242,7 +242,7 @@ class Prover:
         if proof.answer is Answer.UNHARMED and case.trial is None:
             if self._ranks.many:  # steps are not repeated there
                 is_rate = find_kind(case.finding.kind).at_start
-                return _make_unknown(step, "a lower rate is not tried on many ranks") if is_rate else proof
+                return _make_unknown(step, "a lower rate is not tried on several ranks") if is_rate else proof
             # If earlier weights do badly too, "no worse" means little: would they have learned more since?
             case.trial = self._find_trial(case, proof)
             if case.trial is None:
@@ -301,7 +301,7 @@ class Prover:
         if is_rate and self._references.is_rate_falling:
             return _make_unknown(step, "the schedule lowers the learning rate anyway")
         if len(steps) < 4 * self._config.num_batches or not self._may_spend(step, len(steps) + 4):
-            return _make_unknown(step, "the steps could not be made again on enough batches")
+            return _make_unknown(step, "the steps could not be repeated on enough batches")
         if not is_rate:
             return self._comparison.compare_fresh(steps, reference, step)
         advised = case.finding.evidence.get("lr_factor")

@@ -56,7 +56,7 @@ def read_samples(
     if not folder.is_dir():
         raise UsageError(
             f"there is no folder {folder} (field data). Give a folder that holds captions_<language>.json files, "
-            "or leave data out to train on a set that is made."
+            "or leave data out to train on generated data."
         )
     files = _find_files(folder, languages)
     if needs_images and not images.is_dir():

@@ -67,7 +67,7 @@ def open_corpus(config: Clip6dConfig, run_dir: Path, console: Any) -> Corpus:
     """Return the data that the config names, or a set made in the run directory; report rows that were left out."""
     folder = find_folder(config, run_dir)
     if config.data is None:
-        console.say(f"No data was given: {config.num_synthetic} images with captions were made, in {folder}")
+        console.say(f"No data was given: {config.num_synthetic} images with captions were generated, in {folder}")
     corpus = read_corpus(config, folder)
     num = write_left_out(corpus.left_out, run_dir / LEFT_OUT) if is_first() else 0
     if num:

@@ -61,7 +61,7 @@ def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> 
     if not root.is_dir():
         raise UsageError(
             f"dataset_path: there is no folder {root}. Give the folder that holds {SPLITS['train'][0]} and "
-            f"{SPLITS['test'][0]}, or leave dataset_path out to train on pictures that are made."
+            f"{SPLITS['test'][0]}, or leave dataset_path out to train on generated pictures."
         )
     images, masks, every = _find_folders(root, name)
     found, twice = _list_files(images)

@@ -116,7 +116,7 @@ def _choose_shown(config: CodConfig, test_set: Any) -> list[tuple[str, Sample]]:
 
 
 def _print_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir: Path, console: Any) -> None:
-    made = "" if splits else " They are made here: no dataset_path was given."
+    made = "" if splits else " They are generated: no dataset_path was given."
     console.say(f"{num_train} images to train on, {num_test} to evaluate on.{made}")
     for name, split in splits.items():
         console.say(f"{name}: {split.images}")

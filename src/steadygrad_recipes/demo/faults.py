@@ -39,7 +39,9 @@ class FaultPlan:
         return (
             Fault(step=self.jump_step, what=jump, origin="a schedule gone wrong"),
             Fault(
-                step=self.empty_step, what="one text of the batch is empty", origin="a line of the model cannot take it"
+                step=self.empty_step,
+                what="one text of the batch is empty",
+                origin="one line of the model cannot handle it",
             ),
             Fault(step=self.nan_step, what="the weight of one text is NaN", origin="a data pipeline divided 0 by 0"),
         )

@@ -25,7 +25,7 @@ from steadygrad_recipes.demo.words import CURVE_WIDTH, LEFT, WIDTH, describe_cau
 NUM_LINES = 6
 """Number of progress lines for each training."""
 TITLES = {
-    UNGUARDED: "1. Unguarded: the loop that people write. Forward, backward, clip, step.",
+    UNGUARDED: "1. Unguarded: the usual loop of forward, backward, clip, step.",
     GUARDED: "2. Guarded: the same loop, with guard.step(model, ...) instead of backward, clip and step.",
 }
 REPORT = "report.html"
@@ -83,8 +83,8 @@ class Narrator:
     def lose(self, name: str, step: int, what: str) -> None:
         if what == "weights":
             self._is_lost = True
-            loss = f"the loss was {spell_number(self._last_loss, 3)}, a number like any other"
-            self._say(f"{loss}; this optimizer step has made weights NaN", "bold red", step=step)
+            loss = f"the loss was {spell_number(self._last_loss, 3)}, still finite"
+            self._say(f"{loss}; this optimizer step made weights NaN", "bold red", step=step)
         elif name == UNGUARDED:  # with a guard this is an incident, and printed as one
             self._say("the loss is NaN, and stays NaN", "bold red", step=step)
 
@@ -95,10 +95,10 @@ class Narrator:
             return
         self._say(f"{finding.kind}: {finding.message}", "yellow", step=finding.step)
         if outcome.action not in (Action.NONE, Action.CLIP):
-            self._say(f"done: {outcome.message}", "bold green")
+            self._say(f"done:  {outcome.message}", "bold green")
         if incident.cause is not None:
             for line, style in describe_cause(incident.cause, self._width):
-                self._console.say(line, style, hang=len(LEFT) + 6)
+                self._console.say(line, style, hang=len(LEFT) + 7)
         if outcome.action is Action.SKIP:
             self._told.add(incident.step)
 
@@ -106,7 +106,7 @@ class Narrator:
         self._bars.close()
         took = f"   {len(summary.losses)} steps in {summary.seconds:.0f} s"
         if summary.first_bad_weight is not None:
-            took += f", the last {len(summary.losses) - summary.first_bad_weight - 1} of them for nothing"
+            took += f", the last {len(summary.losses) - summary.first_bad_weight - 1} of them wasted"
         self._console.say(f"{took}.")
 
     def _say(self, text: str, style: str, *, step: int | None = None) -> None:
@@ -119,7 +119,7 @@ def _print_plan(console: Console, settings: DemoSettings) -> None:
     console.say(
         f"{settings.num_layers} {'block' if settings.num_layers == 1 else 'blocks'} of width {settings.width}, AdamW, "
         f"gradients clipped at norm {MAX_NORM:g}, {settings.num_steps} steps on {settings.device}. Nothing is "
-        "downloaded: the text is made here."
+        "downloaded: the text is generated."
     )
     console.say()
     faults = settings.faults.list()
@@ -140,7 +140,7 @@ def _print_end(console: Console, comparison: Comparison) -> None:
         for title, row in zip(["", run.name], rows):
             console.say(f"   {title:<9}  {row}", "green" if run.weights_are_finite else "red")
         console.say()
-    console.say(f'Its loss on unseen text, and how it continues "{PROMPT.strip()}"', "bold")
+    console.say(f'The loss on unseen text, and how each model continues "{PROMPT.strip()}"', "bold")
     for run in runs:
         said = run.written or "nothing: all its probabilities are NaN"
         loss = spell_number(run.final_loss, 3)
@@ -155,14 +155,14 @@ def _conclude(comparison: Comparison) -> Iterator[tuple[str, bool]]:
     if comparison.unguarded_died:
         yield f"Unguarded died at step {dead.first_bad_weight}: one NaN gradient reached the weights.", True
     else:
-        yield "Unguarded did not die, so this demo has shown nothing.", False
+        yield "Unguarded did not die, so the demo shows nothing.", False
     done = f"{_count(guarded.num_skipped, 'step')} skipped, {_count(guarded.num_rollbacks, 'rollback')}"
     if guarded.num_left_out:
         done += f" (which left out {_count(guarded.num_left_out, 'batch', 'batches')})"
     if comparison.guarded_survived:
         yield f"Guarded survived: {done}, and it kept learning after each fault.", True
     elif is_switched_off():
-        yield "Guarded was not guarded: STEADYGRAD=off is set in the environment. Unset it.", False
+        yield "The guarded run was not guarded: STEADYGRAD=off is set in the environment. Unset it.", False
     else:
         loss = f"from {spell_number(comparison.loss_before_faults)} to {spell_number(guarded.final_loss)}"
         yield f"Guarded did not survive: {done}, loss {loss}.", False

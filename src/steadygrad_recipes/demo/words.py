@@ -33,14 +33,15 @@ def indent(text: str) -> str:
 def describe_cause(cause: Cause, width: int = WIDTH) -> Iterator[tuple[str, str]]:
     """Format the cause: lines of at most `width` characters, each with its style."""
     if cause.phase == "input":
-        yield indent(f"who:  the batch. {cause.name} held {cause.kind.replace('nan', 'NaN')} before any op ran"), "bold"
+        value = cause.kind.replace("nan", "NaN")
+        yield indent(f"cause: the batch: {cause.name} held {value} before any op ran"), "bold"
     else:
-        yield indent(f"who:  {_spell_place(cause)}"), "bold"
+        yield indent(f"cause: {_spell_place(cause)}"), "bold"
         yield from _quote_source(cause)
     rows = {
         "why": cause.explanation,
         "text": cause.samples_note,
-        "mend": cause.fixes[0] if cause.fixes else "",
+        "fix": cause.fixes[0] if cause.fixes else "",
         "kept": f"the batch, as {cause.batch} of its run" if cause.batch else "",
     }
     for name, value in rows.items():
@@ -70,7 +71,7 @@ def _quote_source(cause: Cause) -> Iterator[tuple[str, str]]:
 
 
 def _wrap(name: str, text: str, width: int) -> list[str]:
-    first = f"{LEFT}{name + ':':<6}"
+    first = f"{LEFT}{name + ':':<7}"
     return textwrap.wrap(
         text,
         width,

@@ -50,7 +50,7 @@ def train(config: SftConfig, *, run_dir: Path, resume: str | None = None, consol
         console.say(trained.callback.guard.summary())
     if trained.scores.num_prompts:
         console.say(f"{trained.scores} on {trained.scores.num_prompts} held-out prompts.", "bold")
-        console.say(f"Always the commonest answer: {trained.baseline}.")
+        console.say(f"Always the most common answer: {trained.baseline}.")
     else:
         console.say("No held-out row has a prompt, so no answer was scored.")
     console.say(f"Weights: {run_dir / MODEL}")

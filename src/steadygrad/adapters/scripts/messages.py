@@ -143,4 +143,4 @@ def _spell_outcome(incident: Incident) -> str:
     if incident.outcome.action is not Action.NONE:
         return f" ({incident.outcome.message})"
     is_of_step = any(find_kind(finding.kind).about_step for finding in (incident.finding, *incident.also))
-    return " (the step was taken all the same)" if is_of_step else ""
+    return " (the step was taken anyway)" if is_of_step else ""

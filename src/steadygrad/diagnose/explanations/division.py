@@ -55,7 +55,7 @@ BY_ZERO = (
         name="division_by_empty_segment",
         ops=("div",),
         conditions=(has_zeros(1), divisor_from(*SEGMENTS, within=NEAR)),
-        why="a segment received no element, so that its count is 0",
+        why="a segment received no element, so its count is 0",
         evidence=count_zeros(1),
         fixes=(
             "total / count.clamp_min(1)",
@@ -78,7 +78,7 @@ BY_ZERO = (
         name="normalize_in_half",
         ops=("div",),
         conditions=(has_zeros(1), divisor_from(*NORMS), divisor_from("clamp_min", "clamp"), in_dtype(*HALF)),
-        why="the guard eps = 1e-12 (1e-8 in cosine_similarity) is 0 in float16, so that a zero vector gives 0 / 0",
+        why="the guard eps = 1e-12 (1e-8 in cosine_similarity) is 0 in float16, so a zero vector gives 0 / 0",
         evidence=count_zeros(1),
         fixes=("F.normalize(x, dim=-1, eps=1e-4)", "steadygrad.losses.safe_normalize(x, dim=-1)"),
     ),
@@ -112,7 +112,7 @@ BY_ZERO = (
         name="division_by_deviation_of_constant",
         ops=("div",),
         conditions=(has_zeros(1), divisor_from(*DEVIATIONS, within=NEAR)),
-        why="the values are all alike, so that their deviation is 0",
+        why="all values are equal, so their deviation is 0",
         evidence=count_zeros(1),
         fixes=(
             "(x - x.mean()) / (x.std() + eps)",
@@ -135,7 +135,7 @@ BY_ZERO = (
         name="division_by_range_of_constant",
         ops=("div",),
         conditions=(has_zeros(1), divisor_from("sub", within=NEAR), divisor_from(*EXTREMES)),
-        why="the values are all alike, so that max - min is 0",
+        why="all values are equal, so max - min is 0",
         evidence=count_zeros(1),
         fixes=(
             "(x - x.min()) / (x.max() - x.min() + eps)",

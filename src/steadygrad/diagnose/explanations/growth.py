@@ -12,7 +12,7 @@ ENTRIES = (
         name="exploding_signal",
         phases=PHASES,
         kinds=("exploding",),
-        why="the norm grows by a factor above 1 in each layer, so that it grows exponentially with depth",
+        why="the norm grows by a factor above 1 in each layer, so it grows exponentially with depth",
         evidence=show_largest(),
         fixes=(
             "nn.init.kaiming_normal_(layer.weight)",
@@ -24,7 +24,7 @@ ENTRIES = (
         name="vanishing_signal",
         phases=PHASES,
         kinds=("vanishing",),
-        why="the norm shrinks by a factor below 1 in each layer, so that early layers receive next to nothing",
+        why="the norm shrinks by a factor below 1 in each layer, so early layers receive almost nothing",
         evidence=show_largest(),
         fixes=(
             "nn.init.kaiming_normal_(layer.weight)",
@@ -36,7 +36,7 @@ ENTRIES = (
         name="dead_units",
         phases=PHASES,
         kinds=("dead",),
-        why="the units are 0 for the whole batch: behind a ReLU no gradient reaches them, and they stay so",
+        why="the units are 0 for the whole batch: through a ReLU no gradient reaches them, so they stay at 0",
         evidence=show_largest(),
         fixes=("F.leaky_relu(x, 0.01)", "F.gelu(x)", "F.relu(F.layer_norm(x, x.shape[-1:]))"),
     ),

@@ -25,7 +25,7 @@ ENTRIES = (
         ops=SINGULAR,
         kinds=("nan",),
         conditions=(either(gradient_has_zeros(), feeds("where", "masked_fill", within=2), NOT_FROM_THE_VALUE),),
-        why="the result is not used where it is bad, so that a gradient of 0 arrives there, and 0 * inf is NaN: "
+        why="the result is not used where it is bad, so a gradient of 0 arrives there, and 0 * inf is NaN: "
         "where and masks drop a value, not its derivative",
         evidence=join(count_zeros(-1), count_negatives(-1)),
         fixes=(

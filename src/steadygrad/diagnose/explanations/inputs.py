@@ -84,15 +84,15 @@ ENTRIES = (
         ops=("full", "full_like", "fill", "masked_fill", "where", "new_full"),
         phases=FORWARD,
         kinds=("nan",),
-        why="a NaN that stands in the code, for what is missing, was used as a number",
+        why="a NaN written in the code, as a placeholder for a missing value, was used as a number",
         fixes=("torch.nan_to_num(constant)", "torch.zeros_like(constant)"),
     ),
     Entry(
         name="made_outside_of_torch",
         ops=("lift_fresh", "given"),
         phases=STEP,
-        why="the numbers that became a tensor here were not finite already: they stand in the code for what is "
-        "missing, or Python or numpy computed them",
+        why="the numbers that became a tensor here were already non-finite: placeholders for missing values, or "
+        "results of Python or numpy",
         fixes=(
             "torch.nan_to_num(constant, posinf=1e4, neginf=-1e4)",
             "torch.where(torch.isfinite(constant), constant, 0.0)",

@@ -87,7 +87,7 @@ OF_PROBABILITIES = (
         name="log_of_one_minus_tanh_squared",
         ops=LOGS,
         conditions=(has_zeros(), comes_from("tanh"), made_by("rsub", "sub")),
-        why="tanh rounds to 1 above x = 9 in float32, so that 1 - tanh(x)**2 is 0 and its log -inf",
+        why="tanh rounds to 1 above x = 9 in float32, so 1 - tanh(x)**2 is 0 and its log -inf",
         evidence=count_zeros(),
         fixes=("2 * (math.log(2) - x - F.softplus(-2 * x))", "torch.log(1 - torch.tanh(x).square() + eps)"),
     ),

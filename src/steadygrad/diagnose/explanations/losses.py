@@ -39,7 +39,7 @@ ENTRIES = (
         phases=FORWARD,
         kinds=("inf",),
         conditions=(either(goes_to(*NLL), unless(is_op(*MASKS))),),
-        why="the target is a class whose logit was masked with -inf, so that its log-probability is -inf",
+        why="the target is a class whose logit was masked with -inf, so its log-probability is -inf",
         evidence=count_infs(),
         fixes=(
             "F.cross_entropy(x.masked_fill(~mask, -1e4), target)",

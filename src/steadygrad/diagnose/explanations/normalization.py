@@ -39,7 +39,7 @@ ENTRIES = (
         ops=(*LAYERS, *BATCHES),
         phases=FORWARD,
         conditions=(reaches(1e15),),
-        why="the squares of the input leave the range of the dtype, so that the variance is Inf",
+        why="the squares of the input leave the range of the dtype, so the variance is Inf",
         evidence=show_largest(),
         fixes=(
             "F.layer_norm(x / x.abs().amax().clamp_min(1.0), x.shape[-1:])",
@@ -63,7 +63,7 @@ ENTRIES = (
         ops=BATCHES,
         phases=FORWARD,
         kinds=("error",),
-        why="one value a channel has no variance; the last batch of an epoch is often that small",
+        why="one value per channel has no variance; the last batch of an epoch is often that small",
         evidence=show_shape(),
         fixes=(
             "F.batch_norm(x, running_mean, running_var, training=len(x) > 1)",

@@ -97,7 +97,7 @@ ENTRIES = (
             either(is_op(*MASKS), has_infs()),
             either(goes_to(*MAXIMA), comes_from(*MAXIMA), is_op(*MAXIMA)),
         ),
-        why="every element of a row is masked with -inf, so that the largest of them is -inf and reaches the loss",
+        why="every element of a row is masked with -inf, so the largest of them is -inf and reaches the loss",
         evidence=count_infs(),
         fixes=(
             "x.masked_fill(~mask, torch.finfo(x.dtype).min).amax(-1)",
@@ -110,7 +110,7 @@ ENTRIES = (
         phases=FORWARD,
         kinds=("inf",),
         conditions=(either(is_op(*MASKS), has_infs()),),
-        why="an infinity that stands in the code, as a mask has it, was used as a number and reached the loss",
+        why="an infinity written in the code, such as that of a mask, was used as a number and reached the loss",
         fixes=("x.masked_fill(~mask, 0.0).sum(-1)", "torch.where(mask, x, 0.0).sum(-1)"),
     ),
     Entry(

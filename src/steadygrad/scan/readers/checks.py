@@ -31,5 +31,5 @@ def check_overlap(tensors: Iterable[StoredTensor], path: Path, file_bytes: int) 
     asked = sum(num_bytes for _, _, num_bytes, _ in {tensor.place for tensor in tensors})
     if asked > MAX_OVERLAP * file_bytes:
         raise DamagedCheckpoint(
-            path, f"it describes {asked} bytes of tensors in a file of {file_bytes}, one over the other"
+            path, f"it describes {asked} bytes of tensors in a file of {file_bytes}, overlapping one another"
         )

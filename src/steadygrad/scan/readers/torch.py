@@ -90,7 +90,7 @@ def _open_archive(path: Path, file: BinaryIO, size: int, start: int) -> OpenPick
     def place(storage: Storage) -> tuple[int, int]:
         record = records.get(f"data/{storage.key}")
         if record is None:
-            raise DamagedCheckpoint(path, f"storage {storage.key!r} is named and not there")
+            raise DamagedCheckpoint(path, f"storage {storage.key!r} is referenced but missing")
         return start + find_data(path, file, record, size), record.file_size
 
     return OpenPickle("torch archive", pickle.value, tuple(pickle.left_out), place, (start, size))
@@ -208,7 +208,7 @@ def _place_stream(
         position += 8 + num_bytes
     missing = set(storages) - set(places)
     if missing:
-        raise DamagedCheckpoint(path, f"storage {min(missing)!r} is named and not there")
+        raise DamagedCheckpoint(path, f"storage {min(missing)!r} is referenced but missing")
     return places
 
 
