@@ -109,6 +109,8 @@ def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6d
                 "Give a picture that Pillow reads, and a run that was trained on images."
             )
         return IMAGE, module.image_encoder(pixels.unsqueeze(0))[0]
+    if not query.strip():
+        raise UsageError("there is nothing to look for in an empty text. Give the path of an image, or a text.")
     if path.suffix.lower() in PICTURES:
         raise UsageError(f"there is no picture {path}. Give the path of an image, or a text.")
     if not module.texts:
