@@ -374,6 +374,8 @@ def test_neighbours_are_told_once_each_and_a_picture_that_is_not_there_is_no_tex
     assert sorted((name, text) for name, _, text in told) == [(n, f"{n} {i}") for n in ("de", "en") for i in (0, 1)]
     with pytest.raises(UsageError, match=r"there is no picture 30\.jpg\. Give the path of an image, or a text\."):
         find_captions(config, "30.jpg", run_dir=tmp_path / "run", console=console)
+    with pytest.raises(UsageError, match=r"there is nothing to look for in an empty text"):
+        find_captions(config, " ", run_dir=tmp_path / "run", console=console)
 
 
 def test_an_evaluation_leaves_every_part_in_its_mode() -> None:

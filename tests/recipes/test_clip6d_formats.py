@@ -16,6 +16,7 @@ from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
 from steadygrad_recipes.clip6d.data import CaptionDataset, read_corpus
 from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
+from steadygrad_recipes.clip6d.pretrained import open_encoders
 
 COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200)}
 TINY = ["--quick", "--modalities", "image,en", "--batch-size", "4", "--epochs", "1", "--model.image-size", "16"]
@@ -68,6 +69,12 @@ def test_training_on_a_tar_and_zero_shot_accuracy_of_a_folder(
 
     assert main(["train", "clip6d", "--predict", str(tmp_path / "classes"), *run]) == 0
     assert "Zero-shot accuracy" in capsys.readouterr().out
+
+    (tmp_path / "classes" / "yellow").mkdir()
+    assert main(["train", "clip6d", "--predict", str(tmp_path / "classes"), *run]) == 2
+    assert f"{tmp_path / 'classes' / 'yellow'} has no picture (" in capsys.readouterr().err
+    (tmp_path / "classes" / "yellow").rmdir()
+    (tmp_path / "classes" / ".cache").mkdir()
 
     unreadable = tmp_path / "classes" / next(iter(COLOURS))
     (unreadable / "a.png").write_bytes(b"no picture")
@@ -148,6 +155,15 @@ def test_a_trained_clip_and_its_tokenizer_come_from_a_folder(
     printed = capsys.readouterr().out
     assert "Nearest to the text a red card" in printed
     assert "000.tar, 00" in printed
+
+
+def test_damaged_weights_of_a_trained_clip_are_named(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    with pytest.raises(ConfigError, match=r"cannot be read as a CLIP model: .*not fully covered\.$"):
+        open_encoders(ModelConfig(pretrained=str(tmp_path), image_size=16, embed_dim=16))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,21 @@ def test_a_file_of_ones_own_that_is_no_python_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"mine\.py:make cannot be loaded \(invalid syntax \(mine\.py, line 1\)\)"):
         build_network(CodConfig(model=f"{tmp_path}/mine.py:make"))
+
+
+def test_a_picture_whose_name_is_not_utf_8_is_trained_on_and_reported(tmp_path: Path) -> None:
+    for number in range(20):
+        write_pair(tmp_path / "data" / "Imgs", tmp_path / "data" / "GT", f"{number:02d}")
+    try:
+        write_pair(tmp_path / "data" / "Imgs", tmp_path / "data" / "GT", os.fsdecode(b"\xe9"))
+    except OSError:
+        pytest.skip("this file system has UTF-8 names only")
+    size = ["--quick", "--epochs", "2", "--stage1-epochs", "1", "--device", "cpu", "--num-pictures", "9"]
+    flags = ["--dataset-path", str(tmp_path / "data"), "--run-dir", str(tmp_path / "run")]
+
+    assert main(["train", "cod", *size, *flags]) == 0
+
+    assert "\\udce9.jpg" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_damaged_picture_whose_name_is_not_utf_8_is_listed(tmp_path: Path) -> None:

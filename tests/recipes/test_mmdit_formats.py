@@ -109,6 +109,10 @@ def test_texts_with_a_tokenizer_train_and_sample_both_ways(tmp_path: Path, capsy
     assert f"{len(TEXTS)} samples are in" in capsys.readouterr().out
     assert main(["train", "mmdit", "--sample", "--text", "a purple zebra", *run]) == 2
     assert "sampling.text: 'a purple zebra' has words that the tokenizer does not know" in capsys.readouterr().err
+    assert main(["train", "mmdit", "--sample", "--text", "a red circle " * 9, *run]) == 2
+    assert "sampling.text has more than 6 tokens, the most that a text of the training had" in capsys.readouterr().err
+    assert main(["train", "mmdit", "--sample", "--text", "a \udce9", *run]) == 2
+    assert r"sampling.text is not Unicode text: \udce9 is half of a character" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -156,6 +160,8 @@ def test_a_word_that_the_model_does_not_know_is_named(tmp_path: Path, capsys: py
     assert main(["train", "mmdit", "--sample", "--text", "a small red circle", *run]) == 0
     assert main(["train", "mmdit", "--sample", "--text", "a purple circle", *run]) == 2
     assert "sampling.text: purple is not in the vocabulary" in capsys.readouterr().err
+    assert main(["train", "mmdit", "--sample", "--text", "a small red circle " * 99, *run]) == 2
+    assert "the most that a text of the training had. Shorten it." in capsys.readouterr().err
 
 
 def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path: Path) -> None:

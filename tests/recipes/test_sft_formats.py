@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 from steadygrad.cli import main
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.sft import read_prompts
-from steadygrad_recipes.sft.config import SftConfig
-from steadygrad_recipes.sft.data import Example, parse_row, read_file
+from steadygrad_recipes.sft.config import LongPrompts, SftConfig, TinyModel
+from steadygrad_recipes.sft.data import Example, Examples, parse_row, read_file
+from steadygrad_recipes.sft.fine_tune import drop_refused
 from steadygrad_recipes.sft.metrics import load_checker, score
+from steadygrad_recipes.sft.model import load_folder, make_model, make_tokenizer
+from steadygrad_recipes.sft.rows import encode_all
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "three"}]
 KINDS: dict[str, tuple[dict[str, Any], Example]] = {
@@ -329,3 +333,42 @@ def test_text_of_parquet_that_is_not_utf_8_is_named_by_its_row(tmp_path: Path) -
 
     with pytest.raises(ConfigError, match=r"a\.parquet cannot be read .*Column 0: .*UTF8 sequence at string index 1"):
         read_file(tmp_path / "a.parquet")
+
+
+TEMPLATE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}
+{% endif %}{{ m.role }}: {{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("skip_bad_rows", [False, True])
+def test_rows_that_the_chat_template_refuses_are_named_or_left_out(tmp_path: Path, skip_bad_rows: bool) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    chats = [CHAT, [system, *CHAT], CHAT]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    rows = read_file(tmp_path / "a.jsonl")
+    tokenizer = make_tokenizer(rows, 300)
+    tokenizer.chat_template = TEMPLATE
+    encoded, held_out = (encode_all(tokenizer, part, 64, LongPrompts.CUT_START) for part in (rows, rows[:1]))
+    config = SftConfig(skip_bad_rows=skip_bad_rows)
+    reason = "the model's chat template refuses it (TemplateError: System role not supported)"
+
+    if not skip_bad_rows:
+        with pytest.raises(
+            ConfigError, match=re.escape(f"1 of 4 rows cannot be used:\n  {tmp_path}/a.jsonl:2: {reason}")
+        ):
+            drop_refused(Examples(rows, rows[:1]), encoded, held_out, config, tmp_path)
+        return
+    kept = drop_refused(Examples(rows, rows[:1], ("other",)), encoded, held_out, config, tmp_path)
+    assert kept == Examples([rows[0], rows[2]], rows[:1], ("other", f"{tmp_path}/a.jsonl:2: {reason}"))
+    assert len(encoded.rows) == 2
+    assert (tmp_path / "left_out.txt").read_text() == f"other\n{tmp_path}/a.jsonl:2: {reason}\n"
+
+
+def test_damaged_weights_of_a_folder_are_named(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(WANTED, 300)
+    make_model(TinyModel(), tokenizer, 64, 0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    with pytest.raises(ConfigError, match=r"cannot be read as a causal language model .*not fully covered\. Save both"):
+        load_folder(tmp_path)

@@ -63,8 +63,14 @@ def print_zero_shot(module: EnhancedLightningCLIPModule, folder: Path, config: C
     """Print how often the pictures of each class are nearest to its name; a class is a folder of pictures."""
     if IMAGE not in config.modalities or not module.texts:
         raise UsageError(f"classes need images and a language, and this run has {', '.join(config.modalities)}.")
-    classes = {one.name: _list_pictures(one) for one in sorted(folder.iterdir()) if one.is_dir()}
-    classes = {name: files for name, files in classes.items() if files}
+    classes = {
+        one.name: _list_pictures(one)
+        for one in sorted(folder.iterdir())
+        if one.is_dir() and not one.name.startswith(".")
+    }
+    empty = next((name for name, files in classes.items() if not files), None)
+    if empty is not None:  # a class that is left out would make the others look easier
+        raise UsageError(f"{folder / empty} has no picture ({', '.join(PICTURES)}). Add some, or remove the folder.")
     if len(classes) < 2:
         raise UsageError(
             f"{folder} has {len(classes)} folders of pictures. Give one folder for each class, two or more."
@@ -103,6 +109,8 @@ def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6d
                 "Give a picture that Pillow reads, and a run that was trained on images."
             )
         return IMAGE, module.image_encoder(pixels.unsqueeze(0))[0]
+    if not query.strip():
+        raise UsageError("there is nothing to look for in an empty text. Give the path of an image, or a text.")
     if path.suffix.lower() in PICTURES:
         raise UsageError(f"there is no picture {path}. Give the path of an image, or a text.")
     if not module.texts:

@@ -73,6 +73,8 @@ def open_encoders(config: ModelConfig) -> tuple[ClipImage, ClipText]:
 
 def _open_transformers(folder: Path) -> tuple[Any, Any]:
     transformers = import_extra("transformers", "transformers", what="model.pretrained", error=ConfigError)
+    from safetensors import SafetensorError
+
     safely: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}  # no network, no pickle
     try:
         # CLIPModel has one length of vectors for both; each half alone would take its own config's, often the default
@@ -83,8 +85,8 @@ def _open_transformers(folder: Path) -> tuple[Any, Any]:
         with _quiet(transformers):
             image = transformers.CLIPVisionModelWithProjection.from_pretrained(folder, config=halves[0], **safely)
             text = transformers.CLIPTextModelWithProjection.from_pretrained(folder, config=halves[1], **safely)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(f"model.pretrained: {folder} cannot be read as a CLIP model: {reason}.") from None
     return image, text
 

@@ -33,7 +33,7 @@ from steadygrad_recipes.mmdit.sampling import draw_samples, spell
 from steadygrad_recipes.mmdit.synthetic import make_corpus
 from steadygrad_recipes.mmdit.texts import encode_texts, map_array, open_tokenizer
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
-from steadygrad_recipes.tables import write_lines
+from steadygrad_recipes.tables import require_unicode, write_lines
 
 VAL_BATCH = 64
 LEFT_OUT = "left_out.txt"
@@ -246,17 +246,26 @@ def read_given(
         return None, given
     if sampling.text is None:
         return None, None
+    try:
+        require_unicode(sampling.text)
+    except ValueError as error:
+        raise UsageError(f"sampling.text is {error}. Give a text in the encoding of this terminal.") from None
     if config.data.tokenizer is not None:
         tokenizer = open_tokenizer(config.data.tokenizer)
-        tokens, mask, _ = encode_texts([sampling.text], tokenizer, shapes.text_length)
+        tokens, mask, _ = encode_texts([sampling.text], tokenizer, shapes.text_length + 1)
         has_word = bool(sampling.text.strip())
         if not has_word or tokenizer.unk_token_id in tokens[0].tolist():
             what = "has words that the tokenizer does not know" if has_word else "has no word"
             raise UsageError(f"sampling.text: {sampling.text!r} {what}. Use words that the model was trained on.")
     else:
-        ids = find_words(sampling.text, vocab)[: shapes.text_length]
+        ids = find_words(sampling.text, vocab)
         tokens, mask = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)
     more = (0, shapes.text_length - tokens.shape[1])
+    if more[1] < 0:  # cut, it would be another text
+        raise UsageError(
+            f"sampling.text has more than {shapes.text_length} tokens, the most that a text of the training had. "
+            "Shorten it."
+        )
     num = sampling.num_samples
     tokens, mask = F.pad(tokens.long(), more).expand(num, -1), F.pad(mask, more).expand(num, -1)
     return Rows(tokens, mask, torch.empty(num, 0)), None

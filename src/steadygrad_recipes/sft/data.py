@@ -10,7 +10,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Example:
 
     prompt: str | tuple[Message, ...]
     completion: str
+    place: str = field(default="", compare=False, repr=False)
+    """File and row that it comes from, if any."""
 
     @property
     def question(self) -> str:
@@ -131,22 +133,27 @@ def read_file(
     rows, bad = [], []
     for place, row in read_rows(path, hub=hub):
         try:
-            rows.append(parse_row(row, needs_completion=needs_completion))
+            rows.append(replace(parse_row(row, needs_completion=needs_completion), place=place))
         except ValueError as error:
             bad.append(f"{place}: {error}")
     if bad and left_out is None:
-        named = "\n  ".join(bad[:NUM_NAMED])
-        more = f"\n  and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
-        raise ConfigError(
-            f"{len(bad)} of {len(bad) + len(rows)} rows cannot be used:\n  {named}{more}\n"
-            f"Fix them{', or leave them out with skip_bad_rows=True' if needs_completion else ''}."
-        )
+        raise ConfigError(spell_bad_rows(bad, len(bad) + len(rows), can_be_skipped=needs_completion))
     if not rows:
         reasons = "; ".join(bad[:NUM_NAMED]) or "it has no rows"
         raise ConfigError(f"{path} has no row that can be used: {reasons}. A row has {KNOWN}.")
     if left_out is not None:
         left_out += bad
     return rows
+
+
+def spell_bad_rows(bad: Sequence[str], num_rows: int, *, can_be_skipped: bool = True) -> str:
+    """Format the error about rows that cannot be used."""
+    named = "\n  ".join(bad[:NUM_NAMED])
+    more = f"\n  and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
+    return (
+        f"{len(bad)} of {num_rows} rows cannot be used:\n  {named}{more}\n"
+        f"Fix them{', or leave them out with skip_bad_rows=True' if can_be_skipped else ''}."
+    )
 
 
 def parse_row(row: Any, *, needs_completion: bool = True) -> Example:

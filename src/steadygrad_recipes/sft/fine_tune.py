@@ -37,7 +37,7 @@ from steadygrad.words import spell_count
 from steadygrad_recipes.sft.checkpoints import SealCheckpoints, StopOnSignal, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.console import Console, NormKeeper, TrainingVoice
-from steadygrad_recipes.sft.data import Examples, count_known, read_examples
+from steadygrad_recipes.sft.data import Examples, count_known, read_examples, spell_bad_rows
 from steadygrad_recipes.sft.metrics import (
     Checker,
     Scores,
@@ -192,6 +192,7 @@ def _train(
     model = add_lora(base, config)
     training = encode_all(tokenizer, examples.training, config.max_length, config.long_prompts)
     validation = encode_all(tokenizer, examples.validation, config.max_length, config.long_prompts)
+    examples = drop_refused(examples, training, validation, config, run_dir)
     for line in describe_data(examples, training, validation, config):
         console.say(line)
     if config.protect and training.num_unlabelled == len(training.rows):
@@ -220,6 +221,21 @@ def _train(
     if config.merge and config.lora_rank:
         save_merged(trainer.model, tokenizer, run_dir / MERGED)
     return Trained(trainer, scores, baseline, callback, safe_loss)
+
+
+def drop_refused(
+    examples: Examples, training: Encoded, validation: Encoded, config: SftConfig, run_dir: Path
+) -> Examples:
+    """Return the rows that the chat template takes; the others are an error, or listed if they may be skipped."""
+    refused = [*training.refused, *validation.refused]
+    if not refused:
+        return examples
+    if not config.skip_bad_rows or not training.rows or not validation.rows:
+        raise ConfigError(spell_bad_rows(refused, len(examples.training) + len(examples.validation)))
+    left_out = (*examples.left_out, *refused)
+    if is_first():
+        write_lines(run_dir / LEFT_OUT, left_out)
+    return Examples(training.examples, validation.examples, left_out)
 
 
 def build_trainer(

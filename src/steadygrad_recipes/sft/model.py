@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from steadygrad.act.precision import DTYPES
 from steadygrad.config import Precision
@@ -85,10 +86,10 @@ def load_folder(
             folder, dtype=dtype, use_safetensors=True, **safely, **settings
         )
         tokenizer = _transformers.AutoTokenizer.from_pretrained(folder, **safely)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".: ")
         raise ConfigError(
-            f"SftConfig.model: {folder} cannot be read as a causal language model with its tokenizer: {reason} "
+            f"SftConfig.model: {folder} cannot be read as a causal language model with its tokenizer: {reason}. "
             "Save both into it with save_pretrained, the weights as safetensors."
         ) from error
     if tokenizer.eos_token_id is None:

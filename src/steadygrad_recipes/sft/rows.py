@@ -8,7 +8,7 @@ and epoch, whatever happened before, which an exact resume requires.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,10 +33,18 @@ class Encoded:
     rows: list[Row]
     num_cut: int
     num_unlabelled: int
+    examples: list[Example] = field(default_factory=list)
+    """What the rows come from."""
+    refused: list[str] = field(default_factory=list)
+    """Where each prompt is that the chat template refuses, and why."""
 
     def drop_unlabelled(self) -> list[Row]:
         """Return the rows with labels, for validation: a batch without labels has no loss."""
         return [row for row in self.rows if has_labels(row)]
+
+
+class RefusedPrompt(ConfigError):
+    """The model's chat template does not take this prompt."""
 
 
 def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
@@ -48,7 +56,13 @@ def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
             "a prompt is a list of messages, and the tokenizer of the model has no chat template. Give prompts as "
             "text, or the folder of a chat model."
         )
-    text = tokenizer.apply_chat_template(list(example.prompt), tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(list(example.prompt), tokenize=False, add_generation_prompt=True)
+    # A template is a program of whoever published the model: many refuse a system message, or two of one role in a row
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        place = example.place or f"the prompt {example.question[:60]}"
+        raise RefusedPrompt(f"{place}: the model's chat template refuses it ({reason})") from None
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written them
 
 
@@ -66,10 +80,18 @@ def encode(tokenizer: Any, example: Example, max_length: int, long_prompts: Long
 
 
 def encode_all(tokenizer: Any, examples: Sequence[Example], max_length: int, long_prompts: LongPrompts) -> Encoded:
-    """Encode every row; none is left out."""
-    pairs = [encode(tokenizer, example, max_length, long_prompts) for example in show_tokenizing(examples)]
-    rows = [row for row, _ in pairs]
-    return Encoded(rows, sum(cut for _, cut in pairs), sum(not has_labels(row) for row in rows))
+    """Encode every row but those whose prompt is refused."""
+    rows, kept, refused, num_cut = [], [], [], 0
+    for example in show_tokenizing(examples):
+        try:
+            row, is_cut = encode(tokenizer, example, max_length, long_prompts)
+        except RefusedPrompt as error:
+            refused.append(str(error))
+            continue
+        rows.append(row)
+        kept.append(example)
+        num_cut += is_cut
+    return Encoded(rows, num_cut, sum(not has_labels(row) for row in rows), kept, refused)
 
 
 def has_labels(row: Row) -> bool:

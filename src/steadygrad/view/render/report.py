@@ -41,7 +41,8 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     # apart
     aside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
-        aside.write_text(text, encoding="utf-8")
+        # Names of files that are not UTF-8 are shown with escapes: a report must not fail on them
+        aside.write_text(text, encoding="utf-8", errors="backslashreplace")
         aside.replace(target)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror or error}. Name another place: -o FILE.") from None
