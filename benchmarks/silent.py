@@ -34,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "silent"))
 
 import axis_cases
 import cut_cases
+import group_cases
+import load_cases
 import loss_cases
 import mode_cases
 import program_case
@@ -97,6 +99,8 @@ FAMILIES = {
     "text and its masks": text_cases,
     "gradients that are cut off": cut_cases,
     "units that stay equal": unit_cases,
+    "loads that change nothing": load_cases,
+    "groups and freezing": group_cases,
     "seeds": seed_cases,
     "train and eval mode": mode_cases,
     "batches and their order": stream_cases,

@@ -20,7 +20,7 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
         raise ConfigError(f"{field}: {name!r} names no function. {advice}")
     try:
         found = getattr(_load_module(place), function)
-    except (ImportError, AttributeError, ValueError, OSError) as error:
+    except (ImportError, AttributeError, ValueError, OSError, SyntaxError) as error:
         raise ConfigError(f"{field}: {name} cannot be loaded ({error}). {advice}") from None
     if not callable(found):
         raise ConfigError(f"{field}: {name} is {type(found).__name__}, not a function. {advice}")

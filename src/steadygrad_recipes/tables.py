@@ -1,4 +1,4 @@
-"""Text files of rows -> their rows, one by one, each with its line: what the recipes' readers share.
+"""Text files of rows -> their rows, one by one, each with its line, and lines -> a file: what the recipes share.
 
 A row that cannot be read is a ValueError in its place, so that it is reported with its line and affects no other; a
 file that is not such a text at all raises UsageError. Nothing is decoded by guessing: what is not UTF-8 is named.
@@ -7,9 +7,12 @@ file that is not such a text at all raises UsageError. Nothing is decoded by gue
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2
 """First bytes of a compressed file -> what compressed it."""
 LONGEST_CELL = 1 << 27
 """A cell may hold a whole page or a long answer; csv's own limit is 128 KiB."""
+
+HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+"""The escape of one half of a surrogate pair, by which JSON writes a character beyond U+FFFF."""
 
 Numbered = tuple[int, Any]
 """The line where a row begins, and the row; a ValueError where it cannot be read."""
@@ -40,14 +46,27 @@ def require_text(path: Path) -> None:
 def parse_json(text: bytes | str) -> Any:
     """Return the value; ValueError says in a few words why there is none."""
     try:
-        return json.loads(text)
+        # Decoded here: json itself lets bytes through that are no text, as long as they look like half a pair
+        return json.loads(text if isinstance(text, str) else text.decode(json.detect_encoding(text)))
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"not JSON ({error.msg} at {where})") from None
+        reason = error.msg.removesuffix(" at").removesuffix(" starting")
+        raise ValueError(f"not JSON ({reason} at {where})") from None
     except RecursionError:
         raise ValueError("not JSON that can be read: it is nested too deeply") from None
+
+
+def require_unicode(value: Any) -> None:
+    """Raise ValueError for a text that cannot be encoded, anywhere in a value of JSON: no tokenizer takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(str(error.object)[error.start])
+        raise ValueError(
+            f"not Unicode text: \\u{half:04x} is half of a character, and the other half is missing"
+        ) from None
 
 
 def read_jsonl(path: Path) -> Iterator[Numbered]:
@@ -58,9 +77,13 @@ def read_jsonl(path: Path) -> Iterator[Numbered]:
             if not line.strip():
                 continue
             try:
-                yield number, parse_json(line)
+                value = parse_json(line.rstrip())  # with its end, a truncated line would be at fault in line 2
+                if HALF_PAIR.search(line):
+                    require_unicode(value)
             except ValueError as error:
                 yield number, error
+            else:
+                yield number, value
 
 
 def read_lines(path: Path) -> Iterator[Numbered]:
@@ -121,3 +144,28 @@ def _read_header(path: Path, cells: list[str], fault: str) -> list[str]:
     if fault:
         raise UsageError(f"{path}: its first line cannot be used as names of columns: {fault}. Write it again.")
     return names
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def resolve_inside(folder: Path, name: str) -> Path:
+    """Return where a name inside a folder leads; ValueError if that is outside or nowhere, OSError for a loop of links.
+
+    The name comes from data: it may be anything.
+    """
+    try:
+        # Both resolved, so that neither `..` nor a link leads out; the folder may itself be a link
+        path, inside = (folder / name).resolve(), folder.resolve()
+    except RuntimeError:  # a loop, before Python 3.13
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+    except ValueError:  # a zero byte, or half of a character
+        raise ValueError("is not a name that a file can have") from None
+    if not path.is_relative_to(inside):
+        raise ValueError(f"lies outside {folder}")
+    return path
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write lines that may name any file: a name that is not UTF-8 is written with escapes."""
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")

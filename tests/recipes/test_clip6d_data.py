@@ -15,7 +15,7 @@ from PIL import Image
 
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
-from steadygrad_recipes.clip6d.data import CaptionDataset, CaptionLoader, read_corpus
+from steadygrad_recipes.clip6d.data import CaptionDataset, CaptionLoader, read_corpus, read_image
 from steadygrad_recipes.clip6d.evaluate import without_trace
 from steadygrad_recipes.clip6d.fit import open_corpus
 from steadygrad_recipes.clip6d.neighbours import find_captions
@@ -101,6 +101,48 @@ def test_rows_that_are_wrong_are_told_one_by_one_and_the_rest_is_used(tmp_path: 
     assert [row["reason"] for row in written] == reasons
     assert console.lines[0].startswith("8 rows were left out, each with its reason in ")
     assert len(corpus.train) + len(corpus.val) == 12
+
+
+@pytest.mark.parametrize("name", ["a\0.jpg", "loop.jpg", "x" * 300, "\ud83d.jpg"])
+def test_an_image_of_any_name_is_listed_and_ends_nothing(tmp_path: Path, name: str) -> None:
+    files = write_set(tmp_path / "data")
+    (tmp_path / "data" / "images" / "loop.jpg").symlink_to("loop.jpg")
+    files["en"]["images"].append({"id": 50, "file_name": name})
+    save(tmp_path / "data", files)
+    corpus = open_corpus(small(data=str(tmp_path / "data")), tmp_path / "run", Console())
+
+    assert len(corpus.train) + len(corpus.val) == 12
+    first = json.loads((tmp_path / "run" / "left_out.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert first["reason"].startswith("the image is not in ")
+
+
+def test_a_caption_that_is_no_text_is_listed(tmp_path: Path) -> None:
+    files = write_set(tmp_path / "data")
+    files["en"]["annotations"] += [{"image_id": 1, "caption": "\ud83d"}, {"image_id": True, "caption": "of no id"}]
+    save(tmp_path / "data", files)
+
+    corpus = read_corpus(small(data=str(tmp_path / "data")), tmp_path / "data")
+
+    assert [one.reason for one in corpus.left_out] == [
+        r"the caption is not Unicode text: \ud83d is half of a character, and the other half is missing",
+        "a caption needs a whole number as its image_id",
+    ]
+
+
+def test_a_picture_is_read_upright_and_sixteen_bits_keep_their_shades(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    picture = Image.new("L", (8, 8), 0)
+    picture.paste(255, (0, 0, 8, 4))
+    picture.save(tmp_path / "turned.jpg", exif=exif)
+    Image.new("I;16", (8, 8), 20000).save(tmp_path / "deep.png")
+
+    turned, deep = (read_image(tmp_path / name, 8) for name in ("turned.jpg", "deep.png"))
+
+    assert turned is not None
+    assert deep is not None
+    assert [int(turned[0, row, 0]) for row in (0, 7)] == [0, 255]
+    assert deep.unique().tolist() == [20000 * 255 // 65535]
 
 
 def test_a_sample_without_a_caption_in_one_language_is_used_with_what_it_has(tmp_path: Path) -> None:

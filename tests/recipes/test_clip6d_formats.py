@@ -233,8 +233,10 @@ def to_npy(value: Any, **flags: Any) -> bytes:
 @pytest.mark.parametrize(
     ("member", "reason"),
     [
-        (("0003.txt", b"\xfcber"), "its caption in en is not UTF-8 text"),
+        (("0003.en.txt", b"\xfcber"), "its caption in en is not UTF-8 text"),
         (("0003.jpg", b"second"), "it has a second image, which is not used"),
+        (("0003.json", b'{"en": ["a card", "", 5]}'), "2 of its 3 captions in en are empty or not text"),
+        (("0003.json", rb'{"en": "\ud83d"}'), "its caption in en is empty or not text"),
         (("0003.json", b"[" * 100_000), "its .json cannot be read: not JSON that can be read: it is nested too deeply"),
         (("0003.npy", to_npy(np.array(["a"]))), "its vector is not a list of numbers"),
         (("0003.npy", to_npy(np.zeros(3, np.complex64))), "its vector has complex numbers"),
@@ -254,6 +256,25 @@ def test_a_member_that_cannot_be_used_is_named_and_the_sample_keeps_the_rest(
     assert (left_out.file, left_out.row) == ("a.tar", "0003")
     assert left_out.reason.startswith(reason)
     assert len(corpus.train) + len(corpus.val) == 24
+
+
+def test_two_samples_of_one_name_keep_their_own_captions(tmp_path: Path) -> None:
+    again = [("0003.png", draw("blue")), ("0003.txt", b"another card"), ("._0003.png", b"of macOS")]
+    write_plain_tar(tmp_path / "a.tar", [*list_members(), *again])
+
+    corpus = read_corpus(IMAGES, tmp_path)
+
+    found = [sample.captions["en"] for sample in [*corpus.train, *corpus.val] if sample.row == "0003"]
+    assert sorted(found) == [["a card"], ["another card"]]
+    assert corpus.left_out == []
+
+
+def test_members_of_a_sample_need_not_lie_beside_each_other(tmp_path: Path) -> None:
+    write_plain_tar(tmp_path / "a.tar", sorted(list_members(), key=lambda member: member[0][-3:]))
+
+    corpus = read_corpus(IMAGES, tmp_path)
+
+    assert (len(corpus.train) + len(corpus.val), corpus.left_out) == (24, [])
 
 
 def damage_header(content: bytes) -> bytes:
@@ -306,6 +327,9 @@ def test_a_folder_of_img2dataset_has_each_sample_once(tmp_path: Path) -> None:
     ("cell", "reason"),
     [
         ("../outside.png", "the image ../outside.png is not in "),
+        ("a\0.png", "the image a\0.png is not in "),
+        ("loop.png", "the image loop.png is not in "),
+        ("long" * 99, "the image long"),
         ({"bytes": None, "path": "gone.png"}, "the image gone.png is not in "),
         (7, "its image is int, not the bytes or the name of a picture"),
     ],
@@ -313,6 +337,7 @@ def test_a_folder_of_img2dataset_has_each_sample_once(tmp_path: Path) -> None:
 def test_pictures_of_a_table_are_bytes_or_files_inside_its_folder(tmp_path: Path, cell: Any, reason: str) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "loop.png").symlink_to("loop.png")
     for place in (tmp_path / "outside.png", tmp_path / "data" / "inside.png"):
         place.write_bytes(draw("red"))
     good = [{"image": {"bytes": None, "path": "inside.png"}, "en": "a card"}] * 24
@@ -367,3 +392,17 @@ def test_vectors_of_no_image_and_second_ones_are_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "vectors.npz", ids=np.array(ids) + 0.5, vectors=np.arange(14.0)[:, None])
     with pytest.raises(UsageError, match=r"ids \[14\] of torch\.float64 .* whole numbers"):
         read_corpus(config, tmp_path)
+
+
+@pytest.mark.parametrize("cell", [{"de": "eine Karte"}, '{"de": "eine Karte"}', b'{"de": "eine Karte"}'])
+def test_the_json_of_a_table_may_be_text_or_fields(tmp_path: Path, cell: Any) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"image": draw("red"), "json": cell, "en": "a card"}] * 24 + [
+        {"image": draw("red"), "json": None, "en": "x"}
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+
+    corpus = read_corpus(Clip6dConfig(modalities=("image", "en", "de"), batch_size=4), tmp_path)
+
+    assert corpus.left_out == []
+    assert sum(sample.captions.get("de") == ["eine Karte"] for sample in [*corpus.train, *corpus.val]) == 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from steadygrad.cli import main
-from steadygrad.errors import ConfigError
+from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.cod.config import CodConfig
-from steadygrad_recipes.cod.data import read_mask
+from steadygrad_recipes.cod.data import LateFaults, PairDataset, denormalise, read_mask, read_picture
 from steadygrad_recipes.cod.folder import find_split
 from steadygrad_recipes.cod.metrics import find_nearest, measure_alignment, measure_weighted_f
 from steadygrad_recipes.cod.model import CamouflageNet, build_network, take_outputs
@@ -108,6 +109,121 @@ def test_what_is_transparent_in_a_mask_is_ground(tmp_path: Path) -> None:
     mask.save(tmp_path / "mask.png")
 
     assert torch.equal(read_mask(tmp_path / "mask.png", 8).mean((0, 1)), torch.tensor([1.0] * 4 + [0.0] * 4))
+
+
+def write_turned(path: Path, orientation: int) -> None:
+    """Write a picture 60 wide and 40 high that is bright at the top and left, stored as EXIF's orientation says."""
+    pillow = pytest.importorskip("PIL.Image")
+    shown = pillow.new("L", (60, 40), 0)
+    shown.paste(255, (0, 0, 60, 20))
+    shown.paste(128, (0, 20, 30, 40))
+    back = {3: "ROTATE_180", 6: "ROTATE_90", 8: "ROTATE_270"}[orientation]
+    exif = pillow.Exif()
+    exif[0x0112] = orientation
+    shown.transpose(pillow.Transpose[back]).save(path, quality=100, exif=exif)
+
+
+@pytest.mark.parametrize("orientation", [3, 6, 8])
+def test_a_picture_is_read_as_viewers_show_it(tmp_path: Path, orientation: int) -> None:
+    write_turned(tmp_path / "a.jpg", orientation)
+
+    corners = denormalise(read_picture(tmp_path / "a.jpg", 8))[0][1::5, 1::5]
+
+    torch.testing.assert_close(corners, torch.tensor([[1.0, 1.0], [0.5, 0.0]]), atol=0.02, rtol=0)  # of JPEG
+
+
+@pytest.mark.parametrize(("size", "is_as_stored"), [((60, 40), False), ((40, 60), True)])
+def test_a_picture_is_turned_as_its_mask_fits(tmp_path: Path, size: tuple[int, int], is_as_stored: bool) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for split in ("Train", "Test"):
+        for folder in ("Image", "GT_Object"):
+            (tmp_path / split / folder).mkdir(parents=True)
+        write_turned(tmp_path / split / "Image" / "a.jpg", 6)
+        pillow.new("L", size, 0).save(tmp_path / split / "GT_Object" / "a.png")
+
+    split_found = find_split(tmp_path, "train")
+
+    assert [pair.is_as_stored for pair in split_found.pairs] == [is_as_stored]
+    image = denormalise(PairDataset(split_found.pairs, 8)[0]["image"])
+    # The bright half lies above in what is shown, and beside in what is stored
+    assert (bool(image[0, 1, 6] > 0.9), bool(image[0, 6, 1] > 0.9)) == (not is_as_stored, is_as_stored)  # fmt: skip
+
+
+def test_a_mask_of_another_size_than_its_turned_picture_is_named(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for folder in ("Image", "GT_Object"):
+        (tmp_path / "Train" / folder).mkdir(parents=True)
+    write_turned(tmp_path / "Train" / "Image" / "a.jpg", 6)
+    pillow.new("L", (60, 60), 0).save(tmp_path / "Train" / "GT_Object" / "a.png")
+
+    assert find_split(tmp_path, "train").bad == ("a.jpg: image is 60 x 40 and mask 60 x 60",)
+
+
+def test_a_picture_whose_exif_is_damaged_is_read_as_it_is_stored(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.new("L", (8, 8), 255).save(tmp_path / "a.webp", exif=b"Exif\0\0MM\0*no tags")
+
+    assert float(denormalise(read_picture(tmp_path / "a.webp", 4)).min()) > 0.98
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_sixteen_bits_of_grey_keep_their_shades(tmp_path: Path, suffix: str) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.new("I;16", (8, 8), 20000).save(tmp_path / f"a.{suffix}")
+
+    found = denormalise(read_picture(tmp_path / f"a.{suffix}", 4))
+
+    torch.testing.assert_close(found, torch.full_like(found, 20000 / 65535), atol=1 / 255, rtol=0)  # of eight bits
+
+
+def test_pixels_that_are_fractions_are_refused_instead_of_being_black(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.new("F", (8, 8), 0.5).save(tmp_path / "a.tif")
+
+    with pytest.raises(
+        UsageError, match=r"a\.tif cannot be read .*numbers from 0\.5 to 0\.5: save them with 8 or 16 bits"
+    ):
+        read_picture(tmp_path / "a.tif", 4)
+
+
+def test_masks_of_a_folder_overwrite_none_and_a_bad_picture_keeps_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, photos = str(tmp_path / "run"), tmp_path / "photos"
+    size = ["--quick", "--num-made", "8", "--epochs", "2", "--stage1-epochs", "1", "--device", "cpu"]
+    assert main(["train", "cod", *size, "--run-dir", run]) == 0
+    write_pair(photos, tmp_path / "masks", "a")
+    shutil.copy(photos / "a.jpg", photos / "a.jpeg")
+    shutil.copy(photos / "a.jpg", photos / "b.jpg")
+    (photos / "broken.jpg").write_bytes(b"x")
+    (photos / "loop.png").symlink_to("loop.png")
+    capsys.readouterr()
+
+    assert main(["train", "cod", "--predict", str(photos), "--run-dir", run]) == 0
+
+    printed = " ".join(capsys.readouterr().out.split())
+    written = sorted(file.name for file in (tmp_path / "run" / "predictions").iterdir())
+    assert written == ["a.jpeg.png", "a.jpg.png", "b.png"]
+    assert "no mask:" in printed
+    assert "broken.jpg cannot be read as a picture (UnidentifiedImageError)." in printed
+    assert "loop.png cannot be read as a picture" in printed
+    assert main(["train", "cod", "--predict", str(photos / "broken.jpg"), "--run-dir", run]) == 2
+
+
+def test_a_file_of_ones_own_that_is_no_python_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def make(:\n")
+
+    with pytest.raises(ConfigError, match=r"mine\.py:make cannot be loaded \(invalid syntax \(mine\.py, line 1\)\)"):
+        build_network(CodConfig(model=f"{tmp_path}/mine.py:make"))
+
+
+def test_a_damaged_picture_whose_name_is_not_utf_8_is_listed(tmp_path: Path) -> None:
+    faults = LateFaults(tmp_path / "left_out.txt")
+
+    for _ in range(2):
+        faults.add("caf\udce9.jpg: broken")
+
+    assert (tmp_path / "left_out.txt").read_text() == "caf\\udce9.jpg: broken\n"
 
 
 def test_a_network_of_ones_own_is_trained_and_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +326,9 @@ def test_a_perfect_mask_scores_one_and_its_opposite_next_to_nothing() -> None:
     assert measure_alignment(empty.double(), empty) == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.parametrize("found", [torch.zeros(2, 2, 8, 8), torch.zeros(2, 8, 8), [torch.zeros(2, 3, 8, 8)], {"a": 1}])
+@pytest.mark.parametrize(
+    "found", [torch.zeros(2, 2, 8, 8), torch.zeros(2, 8, 8), [torch.zeros(2, 3, 8, 8)], {"a": 1}, []]
+)
 def test_a_network_with_other_outputs_is_told_what_is_needed(found: Any) -> None:
     with pytest.raises(ConfigError, match=r"the network gives .*, not logits \[N, 1, H, W\]"):
         take_outputs(found, (8, 8))

@@ -275,3 +275,24 @@ def test_latents_of_several_safetensors_stay_on_the_disk(tmp_path: Path) -> None
         file.seek(begin)
         file.write(np.full((len(content) - begin) // 4, 7.0, np.float32).tobytes())
     assert bool((corpus.train[17]["latents"] == 7.0).all())  # what changes on the disk is seen: nothing was copied
+
+
+def test_texts_beside_a_single_number_are_refused(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "data")
+    np.save(folder / "a.npy", np.float32(3))
+
+    with pytest.raises(UsageError, match=r"a\.npy has the shape \[\]\. Write latents"):
+        read_corpus(DataConfig(path=str(folder), tokenizer=str(write_tokenizer(tmp_path / "words"))))
+
+
+def test_half_of_a_character_is_named_before_a_tokenizer_meets_it(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "data")
+    lines = (folder / "a.jsonl").read_text().splitlines()
+    lines[3] = r'{"text": "a \ud83d circle"}'
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    words = str(write_tokenizer(tmp_path / "words"))
+
+    corpus = read_corpus(DataConfig(path=str(folder), tokenizer=words, skip_bad_rows=True))
+
+    reason = r"not Unicode text: \ud83d is half of a character, and the other half is missing"
+    assert corpus.left_out == (f"a.jsonl line 4: {reason}",)

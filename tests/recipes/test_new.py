@@ -65,6 +65,12 @@ def test_its_own_tests_pass(project: Path) -> None:
         ("torch", "existing"),
         ("class", "train_class"),
         ("3d", "train_3d"),
+        ("__main__", "Use letters, digits and _: main"),
+        ("__init__", "Use letters, digits and _: init"),
+        ("mine_", "Use letters, digits and _: mine."),
+        ("größe", "Use letters, digits and _: gr__e"),
+        ("\ufb01t", "Use letters, digits and _: t."),  # a ligature, which Python reads as "fit"
+        ("", "Use letters, digits and _: my_training"),
     ],
 )
 def test_a_name_that_no_package_can_have_is_refused(
@@ -72,6 +78,17 @@ def test_a_name_that_no_package_can_have_is_refused(
 ) -> None:
     assert main(["new", name, "--into", str(tmp_path / "x")]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_advice_names_the_command_that_runs_it(project: Path) -> None:
+    (project / "runs" / "used").mkdir(parents=True)
+    (project / "runs" / "used" / "steps.jsonl").write_text("{}\n")
+
+    unknown = call(project, "-m", "leaf_counter", "--unheard-of", "1")
+    used = call(project, "-m", "leaf_counter", "--quick", "--run-dir", "runs/used")
+
+    assert "See them: python -m leaf_counter --help." in unknown.stderr
+    assert "Continue it with python -m leaf_counter --resume runs/used" in used.stderr
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

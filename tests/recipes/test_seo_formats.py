@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,7 @@ def test_a_page_with_two_rows_is_used_once(tmp_path: Path) -> None:
     read = read_rows(tmp_path)
 
     assert [row.scores["overall"] for row in read.rows] == [1]
-    assert read.left_out == ["scores.csv:3: file a.html has a row already, scores.csv:2"]
+    assert read.left_out == ["scores.csv:3: a.html has a row already, scores.csv:2"]
 
 
 def test_two_tables_of_scores_are_refused(tmp_path: Path) -> None:
@@ -213,12 +214,77 @@ def test_a_feed_is_not_a_page(tmp_path: Path) -> None:
 
 
 def test_a_comma_of_an_export_is_read_where_it_separates_thousands(tmp_path: Path) -> None:
-    rows = [{**EXPORT[0], "Word Count": "1,204", "Response Time": "0,613"}]
-
-    (row,) = read_rows(write_csv(tmp_path / "export.csv", rows)).rows
+    (row,) = read_rows(write_csv(tmp_path / "export.csv", [{**EXPORT[0], "Word Count": "1,204"}])).rows
 
     assert row.features["num_words"] == 1204
-    assert "Response Time" not in row.features
+
+
+@pytest.mark.parametrize(("name", "cell"), [("Response Time", "0,613"), ("Flesch", "-3,5"), ("Word Count", "many")])
+def test_a_number_of_an_export_that_cannot_be_read_does_not_count_as_0(tmp_path: Path, name: str, cell: str) -> None:
+    rows = [{name: "1", **EXPORT[0]}, {**EXPORT[0], "Address": "https://a.example/b", name: cell}]
+
+    read = read_rows(write_csv(tmp_path / "export.csv", rows))
+
+    assert len(read.rows) == 1
+    assert read.left_out == [f"export.csv:3: {name} is {cell!r}, not a number; decimals have a point"]
+
+
+def test_an_address_that_an_export_has_twice_is_used_once(tmp_path: Path) -> None:
+    read = read_rows(write_csv(tmp_path / "export.csv", [EXPORT[0], EXPORT[0]]))
+
+    assert len(read.rows) == 1
+    assert read.left_out == ["export.csv:3: https://a.example/ has a row already, export.csv:2"]
+
+
+def test_a_page_is_the_same_however_its_path_is_written(tmp_path: Path) -> None:
+    for name in ("a.html", "b.html"):
+        (tmp_path / name).write_text("<title>a</title>")
+    (tmp_path / "scores.csv").write_text("file,score_overall\na.html,1\n./a.html,9\n./b.html,2\n")
+
+    read = read_rows(tmp_path)
+
+    assert [row.scores["overall"] for row in read.rows] == [1, 2]
+    assert read.left_out == ["scores.csv:3: ./a.html has a row already, scores.csv:2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"file": "a\0.html"}, "file a\0.html is not a name that a file can have"),
+        ({"file": "loop.html"}, "file loop.html cannot be read: Too many levels of symbolic links"),
+        ({"file": "../up.html"}, "file ../up.html lies outside"),
+        ({"html": "<p>x", "score_x": True}, "x is True, not a number"),
+        ({"features": {"clicks": 1}, "text": {"a": "b"}}, "text is dict, not text"),
+        ({"html": "<p>\ud83d"}, r"not Unicode text: \ud83d is half of a character, and the other half is missing"),
+    ],
+)
+def test_a_row_of_any_content_is_named_and_ends_nothing(tmp_path: Path, row: dict[str, object], reason: str) -> None:
+    (tmp_path / "loop.html").symlink_to("loop.html")
+    good = {"html": "<p>x", "score_x": 1}
+    table = tmp_path / "rows.jsonl"
+    table.write_text("".join(json.dumps(one) + "\n" for one in (good, {"score_x": 1, **row})))
+
+    read = read_rows(table)
+
+    assert len(read.rows) == 1
+    assert read.left_out[0].startswith(f"rows.jsonl:2: {reason}")
+
+
+def test_a_page_whose_name_is_not_utf_8_is_listed(tmp_path: Path) -> None:
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    rows = ["file,score_overall", *(f"{i}.html,{i}" for i in range(8))]
+    for i in range(8):
+        (pages / f"{i}.html").write_text(f"<title>{i}</title>")
+    (pages / "scores.csv").write_text("\n".join(rows))
+    try:
+        (pages / os.fsdecode(b"caf\xe9.html")).write_text("<title>x</title>")
+    except OSError:
+        pytest.skip("this file system has UTF-8 names only")
+
+    assert main(["train", "seo", "--epochs", "1", "--data", str(pages), "--run-dir", str(tmp_path / "run")]) == 0
+
+    assert (tmp_path / "run" / "left_out.txt").read_text() == "caf\\udce9.html: has no row in scores.csv\n"
 
 
 def test_a_file_that_is_not_a_page_keeps_no_other_from_being_scored(
@@ -229,6 +295,7 @@ def test_a_file_that_is_not_a_page_keeps_no_other_from_being_scored(
     pages.mkdir()
     (pages / "a.html").write_text("<title>Bread</title><p>Bake it slowly.</p>")
     (pages / "b.html").write_bytes(b"%PDF-1.7")
+    (pages / "c.html").symlink_to("c.html")
     capsys.readouterr()
 
     assert main(["train", "seo", "--predict", str(pages), "--run-dir", run]) == 0
@@ -237,3 +304,21 @@ def test_a_file_that_is_not_a_page_keeps_no_other_from_being_scored(
     assert "a.html: " in printed
     assert "not scored:" in printed
     assert "b.html is not an HTML page" in printed
+    assert "c.html cannot be read: Too many levels of symbolic links" in printed
+
+
+def test_a_row_without_a_known_feature_keeps_no_other_from_being_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"speed": str(i), "score_rank": str(2 * i)} for i in range(40)]
+    run = str(tmp_path / "run")
+    table = write_csv(tmp_path / "rows.csv", rows)
+    assert main(["train", "seo", "--quick", "--epochs", "1", "--data", str(table), "--run-dir", run]) == 0
+    unscored = write_csv(tmp_path / "new.csv", [{"speed": "3", "age": ""}, {"speed": "", "age": "2"}])
+    capsys.readouterr()
+
+    assert main(["train", "seo", "--predict", str(unscored), "--run-dir", run]) == 0
+
+    printed = capsys.readouterr().out
+    assert "new.csv:2: rank=" in printed
+    assert "not scored: new.csv:3 has none of the features that this run was trained on" in printed

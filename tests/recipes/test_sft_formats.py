@@ -290,3 +290,42 @@ def test_a_merged_model_computes_what_model_and_lora_compute(tmp_path: Path) -> 
     assert (base.eval()(input_ids=tokens).logits - wanted).abs().max() > 0.1
     assert not any("lora" in name for name, _ in merged.named_parameters())
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "merged").eos_token
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": 5, "content": "x"}, CHAT[1]], "the role of a message is int, not text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}, CHAT[1]],
+         "the content of message 1, of user, is list, not text"),
+        ([CHAT[0], {"role": "assistant", "content": None}], "the content of message 2, of assistant, is NoneType, not"),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_no_text_is_named_by_its_number(messages: list[dict[str, Any]], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_row({"messages": messages})
+    if "message 2" not in reason:  # else the answer, which a prompt does not need
+        with pytest.raises(ValueError, match=reason):
+            parse_row({"messages": messages}, needs_completion=False)
+
+
+@pytest.mark.parametrize(("name", "place"), [("a.jsonl", ":2"), ("a.json", ": row 2")])
+def test_half_of_a_character_is_named_before_a_tokenizer_meets_it(tmp_path: Path, name: str, place: str) -> None:
+    rows = [json.dumps(row) for row in (PAIRS[0], {"prompt": "a \ud83d", "completion": "b"}, PAIRS[1])]
+    text = "\n".join(rows) if name == "a.jsonl" else f"[{','.join(rows)}]"
+    (tmp_path / name).write_text(text)
+    left_out: list[str] = []
+
+    assert read_file(tmp_path / name, left_out) == WANTED
+    reason = r"not Unicode text: \ud83d is half of a character, and the other half is missing"
+    assert left_out == [f"{tmp_path / name}{place}: {reason}"]
+
+
+def test_text_of_parquet_that_is_not_utf_8_is_named_by_its_row(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    ends = pyarrow.array([0, 1, 3], pyarrow.int32()).buffers()[1]
+    broken = pyarrow.StringArray.from_buffers(2, ends, pyarrow.py_buffer(b"a\xff\xfe"))
+    parquet.write_table(pyarrow.table({"prompt": broken, "completion": ["x", "y"]}), tmp_path / "a.parquet")
+
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read .*Column 0: .*UTF8 sequence at string index 1"):
+        read_file(tmp_path / "a.parquet")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 
 import pytest
 
 from steadygrad.errors import UsageError
-from steadygrad_recipes.tables import read_csv, read_jsonl, read_lines, require_text
+from steadygrad_recipes.tables import read_csv, read_jsonl, read_lines, require_text, resolve_inside, write_lines
 
 ROWS = [{"a": "1", "b": "x y"}, {"a": "3"}]
 
@@ -96,3 +97,39 @@ def test_lines_of_a_text_have_no_mark(tmp_path: Path) -> None:
 def test_a_packed_or_binary_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         require_text(write(tmp_path / "a.csv", content))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (rb'{"a": "\ud83d"}', r"not Unicode text: \ud83d is half of a character, and the other half is missing"),
+        (rb'{"\uDE00": 1}', r"not Unicode text: \ude00 is half of a character, and the other half is missing"),
+        (b'{"a": "\xed\xa0\xbd"}', "not UTF-8 text"),
+        (b'{"a": "cut', "not JSON (Unterminated string at column 7)"),
+        (b'{"a":', "not JSON (Expecting value at column 6)"),
+    ],
+)
+def test_a_line_of_json_that_is_no_text_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    rows = list(read_jsonl(write(tmp_path / "a.jsonl", rb'{"a": "\ud83d\ude00 \\ud83d"}' + b"\n" + line + b"\n{}\n")))
+
+    assert rows[0] == (1, {"a": "\U0001f600 \\ud83d"})
+    assert str(rows[1][1]) == reason
+    assert rows[2] == (3, {})
+
+
+def test_a_name_leads_nowhere_outside_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "up").symlink_to(tmp_path.parent)
+
+    assert resolve_inside(tmp_path, "x/../a.jpg") == tmp_path.resolve() / "a.jpg"
+    for name in ("../a", "up/a", "/etc/passwd"):
+        with pytest.raises(ValueError, match="lies outside"):
+            resolve_inside(tmp_path, name)
+    for name in ("a\0b", "a\ud800"):
+        with pytest.raises(ValueError, match="is not a name that a file can have"):
+            resolve_inside(tmp_path, name)
+
+
+def test_names_that_are_not_utf_8_are_written_with_escapes(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.txt", ["ü", os.fsdecode(b"\xe9")])
+
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "ü\n\\udce9\n"

@@ -56,7 +56,7 @@ class Twice:
 def read(words: list[str], config: type = Outer) -> dict[str, object]:
     run_dir = click.Option(["--run-dir"], callback=check_path)
     command = FieldCommand("outer", config, aliases={"r": "inner.rate"} if config is Outer else {}, options=[run_dir])
-    return command.read_fields(command.make_context("outer", words))
+    return command.read_fields(command.make_context("steadygrad train outer", words))
 
 
 # --- fields -----------------------------------------------------------------------------------------------------------

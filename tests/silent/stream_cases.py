@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -272,3 +272,52 @@ def slow_start(bug: bool) -> Built:
             guard.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
 
     return model, torch.optim.SGD(model.parameters(), 1e-6), train
+
+
+def _train_on_codes(make: Callable[[], tuple[Tensor, Tensor]], model: nn.Module, rate: float = 1e-3) -> Built:
+    """Train for as long as the labels' dependence on the inputs is looked at."""
+
+    def train(guard: Any) -> None:
+        for _ in range(260):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), *make())
+
+    return model, torch.optim.SGD(model.parameters(), rate), train
+
+
+@case(None, "grokking: the sum of tokens modulo 4, which no single token tells anything of")
+def sums_modulo_of_tokens(bug: bool) -> Built:
+    def make() -> tuple[Tensor, Tensor]:
+        x = torch.randint(4, (16, 6))
+        return x, x.sum(1) % 4
+
+    return _train_on_codes(
+        make, nn.Sequential(nn.Embedding(4, 8), nn.Flatten(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 4))
+    )
+
+
+@case(None, "a parity of bits that are given as numbers")
+def parity_of_bits(bug: bool) -> Built:
+    def make() -> tuple[Tensor, Tensor]:
+        x = torch.randint(2, (16, 16)) * 2.0 - 1
+        return x, (x[:, :4].prod(1) > 0).long()
+
+    return _train_on_codes(make, mlp(16, 32, 2))
+
+
+@case(None, "the sign of a product of two numbers, of which neither tells anything by itself")
+def sign_of_a_product(bug: bool) -> Built:
+    def make() -> tuple[Tensor, Tensor]:
+        x = torch.randn(16, 16)
+        return x, (x[:, 0] * x[:, 1] > 0).long()
+
+    return _train_on_codes(make, mlp(16, 32, 2))
+
+
+@case(None, "two spirals, whose means and spreads are the same")
+def two_spirals(bug: bool) -> Built:
+    def make() -> tuple[Tensor, Tensor]:
+        turns, y = torch.rand(16) * 3, torch.randint(2, (16,))
+        angle = turns * 6.2832 + y * 3.1416
+        return torch.stack([angle.cos(), angle.sin()], 1) * turns[:, None], y
+
+    return _train_on_codes(make, mlp(2, 32, 2))

@@ -6,6 +6,8 @@ import gc
 
 import axis_cases  # noqa: F401  (registers its cases)
 import cut_cases  # noqa: F401
+import group_cases  # noqa: F401
+import load_cases  # noqa: F401
 import loss_cases  # noqa: F401
 import mode_cases  # noqa: F401
 import pytest

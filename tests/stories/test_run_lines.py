@@ -398,3 +398,43 @@ def test_a_traceback_shows_the_frames_of_a_plain_run(tmp_path: Path) -> None:
 
     assert "ZeroDivisionError" in plain.err
     assert [line for line in guarded.err.splitlines() if not line.startswith("steadygrad: ")] == plain.err.splitlines()
+
+
+PER_SAMPLE = """
+import torch
+from torch.func import functional_call, grad, vmap
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+def measure(params, x, scale):
+    return (functional_call(model, params, (x[None],)).square() * scale).sqrt().sum()
+
+for step in range(8):
+    scale = torch.ones(8)
+    scale[3] = float(step not in BAD)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    gradients = vmap(grad(measure), in_dims=(None, 0, 0))(params, torch.randn(8, 4), scale)
+    for name, p in model.named_parameters():
+        p.grad = gradients[name].mean(0)
+    optimizer.step()
+"""
+
+
+def test_inside_vmap_no_batch_is_kept_and_the_reason_is_given_once(tmp_path: Path) -> None:
+    (once, twice) = (run(tmp_path / bad, PER_SAMPLE.replace("BAD", f"({bad})")).err for bad in ("4,", "4, 5"))
+    assert "could not be kept" not in once
+    assert once.count("Nothing could be replayed: no call of the model was seen") == 1
+    # The step after it is watched op by op, which finds the line.
+    assert "step 5: NaN gradient, born in the backward of aten.sqrt" in twice
+
+
+def test_a_model_compiled_as_a_whole_names_the_way_to_a_diagnosis(tmp_path: Path) -> None:
+    text = HEALTHY.replace("BAD", "x[0] = float('nan') if step in (5, 6) else 1.0")
+    text = text.replace("for step", 'compiled = torch.compile(model, backend="eager")\nfor step').replace(
+        "    model(x)", "    compiled(x)"
+    )
+    lines = run(tmp_path, text).err.splitlines()
+    assert sum("TORCH_COMPILE_DISABLE=1" in line for line in lines) == 1
+    assert not any("the same cause" in line for line in lines)
+    assert any(line.endswith("no diagnosis: for the same reason as at step 5") for line in lines)

@@ -698,3 +698,87 @@ def test_every_buffer_is_the_same_object_afterwards(how: str, draws: bool, facto
     assert model.mean.data_ptr() == pointer
     assert torch.equal(model.mean, torch.ones(3))
     assert torch.equal(x, batch)
+
+
+# --- what it says is true --------------------------------------------------------------------------------------------
+
+
+class DividedByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Tensor) -> Tensor:
+        ctx.save_for_backward(by)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.saved_tensors[0], None
+
+
+def test_an_op_of_a_custom_backward_is_not_called_the_backward_of_an_op() -> None:
+    model, by = nn.Linear(4, 1), torch.ones(6, 1)
+    by[3] = 0.0
+
+    cause = diagnose(lambda x: (DividedByHand.apply(model(x), by) * by).mean(), torch.randn(6, 4), model=model)
+
+    assert cause is not None
+    assert (cause.phase, cause.op, cause.node) == ("backward", "aten.div", "DividedByHandBackward")
+    assert cause.headline == "NaN gradient, born in aten.div in a custom backward or hook"
+    # The division itself failed, on what the line shows: nothing arrived from a further op, and no `where` is involved.
+    assert cause.name == "division_by_zero"
+    assert not any("incoming gradient" in text for text in cause.inputs)
+
+
+def test_terms_on_one_line_are_told_apart_by_their_expressions() -> None:
+    model = linear()
+
+    def summed(x: Tensor) -> Tensor:
+        out = model(x)
+        return (out * 0).sum().log() + 0.5 * F.mse_loss(out, out.detach() + 1)
+
+    cause = diagnose(summed, torch.randn(3, 4), model=model)
+
+    assert cause is not None
+    assert [term.partition(" ")[2] for term in cause.terms] == [
+        "(out * 0).sum().log() Inf",
+        "F.mse_loss(out, out.detach() + 1) 1",
+    ]
+
+
+def test_a_sum_inside_one_call_is_one_term() -> None:
+    model, labels = linear(), torch.tensor([0, 1, 2, 0, 1, 2])
+
+    def smoothed(x: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).sqrt(), labels, label_smoothing=0.1)
+
+    cause = diagnose(smoothed, torch.randn(6, 4), model=model)
+
+    assert cause is not None
+    assert cause.op == "aten.sqrt"
+    assert cause.terms == ()
+
+
+def test_a_zero_that_a_weight_made_is_not_called_a_probability_of_zero() -> None:
+    model, chosen = linear(), torch.zeros(6, 1).long()
+
+    def weighted(x: Tensor, weight: Tensor) -> Tensor:
+        return -torch.log(model(x).softmax(-1).gather(1, chosen).squeeze(1) * weight).mean()
+
+    weight = torch.ones(6)
+    weight[1] = 0.0
+    cause = diagnose(weighted, torch.randn(6, 4), weight, model=model)
+
+    assert cause is not None
+    assert cause.name == "log_of_zero"
+
+
+def test_a_log_whose_derivative_alone_hurts_is_not_called_an_entropy() -> None:
+    scale = nn.Parameter(torch.ones(3))
+
+    def squashed(x: Tensor) -> Tensor:
+        return ((x * scale).abs() * 2.0).log().tanh().mean()
+
+    cause = diagnose(squashed, torch.tensor([[1.0, 2.0, 0.0]]))
+
+    assert cause is not None
+    assert cause.op == "aten.log"
+    assert cause.name != "entropy_at_zero"

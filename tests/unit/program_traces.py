@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from steadygrad.facts import CallScan, Fact, Load, ModelScan, PrecisionScan, RankScan
-from steadygrad.facts.program import Restored
+from steadygrad.facts import CallScan, Fact, Load, Misspelt, ModelScan, PrecisionScan, RankScan
+from steadygrad.facts.program import IdleLoad, Restored
 from steadygrad.facts.program_scans import PartialSave
 
 SCALED = {"scale": 65536.0, "norm_after_backward": 9e4, "norm_at_step": 9e4}
@@ -43,6 +43,7 @@ def precision(**seen: Any) -> Callable[[], list[Fact]]:
 
 LOAD = Load(where="train.py:9", module="", num_given=4, num_matched=0, example="module.a", wanted="a")
 PARTIAL = PartialSave(where="train.py:40", parameters=("trunk.weight",), was_trained=True)
+MISSPELT = Misspelt(group=0, name="learning_rate", meant="lr", value=1e-5, used=1e-3)
 PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "divided_twice": (calls(num_backwards=4, divisors=((4.0, 4.0),) * 4), 0),
     "scaled_gradient": (calls(num_backwards=1, **SCALED), 0),
@@ -58,6 +59,8 @@ PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "partial_save": (model(8, partial_save=PARTIAL, num_steps=100), 8),
     "stale_statistics": (model(8, stale_statistics=("ema", "a.py:3"), num_steps=100), 8),
     "equal_units": (model(8, equal_units=("0.weight",), num_steps=8), 0),
+    "idle_load": (lambda: [IdleLoad(step=9, where="train.py:7", module="Net", is_earlier=True)], 9),
+    "wrong_group": (model(8, misspelt=(MISSPELT,)), 0),
     "idle_average": (model(8, idle_average=True, num_steps=100), 8),
     "ranks_differ": (ranks(differing=("head.weight",), num_compared=4), 1),
     "same_batch": (ranks(same_batch=True), 1),

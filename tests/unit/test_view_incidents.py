@@ -237,6 +237,11 @@ def test_a_cause_in_the_root_module_is_not_outside_of_any_module(
     assert [value for name, value in read_pairs(section) if name == "module"] == shown
 
 
+def test_an_op_in_a_custom_backward_is_shown_as_such(tmp_path: Path) -> None:
+    section = report_cause(tmp_path, phase="backward", in_custom_backward=True)
+    assert ("in a custom backward or hook", "yes") in read_pairs(section)
+
+
 @pytest.mark.parametrize(
     ("place", "shown"),
     [

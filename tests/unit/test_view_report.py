@@ -106,7 +106,7 @@ def test_every_field_of_a_cause_is_shown(tmp_path: Path) -> None:
     text = read_report(write_run(tmp_path)).text
     for name in Cause.__slots__:
         value = getattr(CAUSE, name)
-        if value is None or name in ("kind", "step"):
+        if value is None or value is False or name in ("kind", "step"):
             continue
         shown = ", ".join(map(str, value)) if name == "samples" else value
         for one in shown if isinstance(shown, tuple) else [shown]:

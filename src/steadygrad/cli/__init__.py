@@ -37,7 +37,7 @@ def run_program(module: str, arguments: Sequence[str] | None = None) -> int:
         from steadygrad.cli.train import RecipeCommand
 
         name = module.rpartition(".")[2]
-        return RecipeCommand(Recipe(name, module), program=f"python -m {module}")
+        return RecipeCommand(Recipe(name, module, program=f"python -m {module}"))
 
     return _run(load, arguments, f"python -m {module}")
 

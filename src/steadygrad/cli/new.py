@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+import re
 import sys
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -20,6 +21,8 @@ from steadygrad.errors import UsageError
 NAME = "my_training"
 """Stands for the project's name in the template."""
 ENDING = ".tmpl"
+SPELLING = re.compile(r"[A-Za-z](\w*[A-Za-z0-9])?", re.ASCII)
+"""What is at once the name of a package in Python, of a project in its pyproject.toml, and of a key there."""
 TAKEN = ("steadygrad", "steadygrad_recipes", "test", "torch")
 
 
@@ -39,9 +42,10 @@ def new(context: click.Context, name: str, into: str | None) -> None:
       cd my_training
       python -m my_training --quick
     """
+    check_spelling(name)
     folder = Path(name if into is None else into)
     require_free(folder)
-    check_name(name)
+    check_taken(name)
     write_project(name, folder)
     console = Console()
     console.say(f"Wrote {folder}. To run it:", "bold")
@@ -50,12 +54,20 @@ def new(context: click.Context, name: str, into: str | None) -> None:
     context.exit(0)
 
 
-def check_name(name: str) -> None:
-    """Raise UsageError for a name that no Python package can have, or that another one has."""
-    if not name.isidentifier() or keyword.iskeyword(name):
-        wanted = "".join(c if c.isalnum() else "_" for c in name).strip("_") or NAME
-        wanted = wanted if wanted.isidentifier() and not keyword.iskeyword(wanted) else f"train_{wanted}"
+def check_spelling(name: str) -> None:
+    """Raise UsageError for a name that no Python package and project can have."""
+    if not _can_be_a_name(name):
+        wanted = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_") or NAME
+        wanted = wanted if _can_be_a_name(wanted) else f"train_{wanted}"
         raise UsageError(f"{name!r} cannot be the name of a Python package. Use letters, digits and _: {wanted}.")
+
+
+def _can_be_a_name(name: str) -> bool:
+    return SPELLING.fullmatch(name) is not None and not keyword.iskeyword(name)
+
+
+def check_taken(name: str) -> None:
+    """Raise UsageError for a name that another package has."""
     # The project's folder comes first on sys.path: its name would hide the other package from its own imports
     if name in TAKEN or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
         raise UsageError(f"{name!r} is the name of an existing package, which it would hide. Choose another.")

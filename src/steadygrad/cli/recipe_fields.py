@@ -82,7 +82,7 @@ class FieldCommand(click.Command):
         paths = [field.opts[0] for field in self.fields if field.path.endswith(f".{word[2:].replace('-', '_')}")]
         if paths:
             raise UsageError(f"{word} is a field of several parts: {' or '.join(paths)}. Write which.")
-        meant = f"Did you mean {near[0]}?" if near else f"See them: steadygrad train {self.name} --help."
+        meant = f"Did you mean {near[0]}?" if near else f"See them: {ctx.command_path} --help."
         raise UsageError(f"{word} is not a field of the recipe {self.name}. {meant}")
 
     def read_fields(self, ctx: click.Context) -> dict[str, Any]:

@@ -122,11 +122,11 @@ def remember_settings(run_dir: Path, name: str, config: Any, files: Sequence[str
         raise
 
 
-def require_new(run_dir: Path, name: str) -> None:
+def require_new(run_dir: Path, command: str) -> None:
     """Refuse to start a new training in a directory that already has one."""
     if has_begun(run_dir):
         raise UsageError(
-            f"{run_dir} already holds a training. Continue it with steadygrad train {name} --resume {run_dir}, "
+            f"{run_dir} already holds a training. Continue it with {command} --resume {run_dir}, "
             "or give another --run-dir."
         )
 

@@ -37,6 +37,13 @@ class Recipe:
 
     name: str
     module: str
+    program: str = ""
+    """How it is called, where that is not `steadygrad train NAME`."""
+
+    @property
+    def command(self) -> str:
+        """What a user types to run it."""
+        return self.program or f"steadygrad train {self.name}"
 
     def load(self) -> Any:
         """Import and return the module; it imports what it needs for training when it trains."""

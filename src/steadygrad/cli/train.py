@@ -90,8 +90,7 @@ class Request:
 class RecipeCommand(FieldCommand):
     """One recipe as a command."""
 
-    def __init__(self, recipe: Recipe, program: str | None = None) -> None:
-        """`program`: how it is called, where that is not `steadygrad train NAME`."""
+    def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.package = recipe, recipe.load()
         self.own = make_options(recipe.name, self.package)
         super().__init__(
@@ -100,7 +99,7 @@ class RecipeCommand(FieldCommand):
             aliases=getattr(self.package, "ALIASES", {}),
             options=self.own,
             help=self.package.SUMMARY,
-            epilog=f"\b\nExample:\n  {program or f'steadygrad train {recipe.name}'} --quick",
+            epilog=f"\b\nExample:\n  {recipe.command} --quick",
         )
 
     def invoke(self, ctx: click.Context) -> None:
@@ -160,7 +159,7 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     # Raised again: the exit code must say that it did not finish
     except KeyboardInterrupt:
         if has_begun(run_dir):
-            console.say(f"To continue: steadygrad train {recipe.name} --resume {run_dir}")
+            console.say(f"To continue: {recipe.command} --resume {run_dir}")
         raise
     if is_first() and is_recorded(run_dir):
         write_report_of(run_dir, console)
@@ -179,7 +178,7 @@ def _choose(recipe: Recipe, package: Any, request: Request) -> tuple[Path, Any]:
     if remembered is not None and has_begun(run_dir):
         require_same(getattr(package, "FIXED", ()), remembered, Source(values=to_plain(config)), run_dir)
     if not goes_on:
-        require_new(run_dir, recipe.name)
+        require_new(run_dir, recipe.command)
     return run_dir, config
 
 

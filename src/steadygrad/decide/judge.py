@@ -185,7 +185,7 @@ class Judge:
     def _describe_budget(self, counted: str) -> str:
         count = self._budgets[counted]
         if counted == Action.ROLLBACK:
-            return f"the last {count} rollbacks have not helped for {HELPED} steps"
+            return f"none of the last {count} rollbacks helped: the trouble was back within {HELPED} steps"
         if counted == RESTART:
             return f"{count} times in {self._policy.budget_steps} steps a lower learning rate has not helped"
         return f"the budget of {count} x {counted} in {self._policy.budget_steps} steps is spent"

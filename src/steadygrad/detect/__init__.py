@@ -151,6 +151,8 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         model_scan.RestoredWeights(),
         model_scan.PartialSaved(),
         model_scan.SameUnits(),
+        model_scan.IdleLoaded(),
+        model_scan.WrongGroup(),
         *(rule() for rule in (rank_agreement.RanksDiffer, rank_agreement.SameBatch, rank_agreement.ZeroInput)),
         *(rule() for rule in (precision.LostUpdate, precision.UnheededAutocast, precision.FlushedGradient)),
         precision.Redrawn(),

@@ -66,7 +66,7 @@ CHECKS = (
             *("unregistered_layers", "missing_gradient", "unchanged_parameter", "partial_overlap", "out_of_reach"),
             *("untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save", "idle_average"),
             "stale_statistics",
-            *("restored_weights", "partial_save", "equal_units"),
+            *("restored_weights", "partial_save", "equal_units", "idle_load", "wrong_group"),
         ),
     ),
     Check(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Finding, Load, ModelScan
-from steadygrad.facts.program import Restored
+from steadygrad.facts.program import IdleLoad, Restored
 from steadygrad.words import spell_count
 
 NUM_SCANS = 2
@@ -90,13 +90,20 @@ class SameUnits(OnceRule[ModelScan]):
 
 
 class NotFrozen(OnceRule[ModelScan]):
-    """A module is set to freeze parameters in its `train()`, but none is frozen: `train()` was not called."""
+    """What should be frozen is trained: by a flag that freezes nothing, or by a `train()` that was not called."""
 
     name = "not_frozen"
     hears = (ModelScan,)
 
     def judge(self, fact: ModelScan) -> Finding | None:
         """Return the finding; scans before the first step show it."""
+        if fact.freed_by_flag:
+            return self.report(
+                step=fact.step,
+                message=f"nothing is frozen by {show(list(fact.freed_by_flag))}: torch does not know the attribute",
+                advice="Write p.requires_grad = False for a parameter, module.requires_grad_(False) for a module.",
+                evidence={"flags": list(fact.freed_by_flag[:SHOWN]), "num_flags": len(fact.freed_by_flag)},
+            )
         if not fact.not_frozen:
             return None
         return self.report(
@@ -104,6 +111,34 @@ class NotFrozen(OnceRule[ModelScan]):
             message=f"nothing is frozen in {show(list(fact.not_frozen))}, whose train() freezes parameters",
             advice="Call model.train() before you create the optimizer: it was never called on this model.",
             evidence={"modules": list(fact.not_frozen[:SHOWN])},
+        )
+
+
+class WrongGroup(OnceRule[ModelScan]):
+    """A parameter group has an option that the optimizer does not know, or a parameter that stands in it twice."""
+
+    name = "wrong_group"
+    hears = (ModelScan,)
+
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding."""
+        if fact.doubled:
+            num = spell_count(len(fact.doubled), "parameter")
+            return self.report(
+                step=fact.step,
+                message=f"{num} twice in one group, so that each step updates them twice: {show(list(fact.doubled))}",
+                advice="Pass each parameter once: list(dict.fromkeys(parameters)) keeps their order.",
+                evidence={"parameters": list(fact.doubled[:SHOWN]), "num_parameters": len(fact.doubled)},
+            )
+        if not fact.misspelt:
+            return None
+        one = fact.misspelt[0]
+        return self.report(
+            step=0,
+            message=f"the optimizer does not know the option {one.name!r} of group {one.group}; {one.meant!r} was "
+            f"probably meant, which is {one.used:g} there and not {one.value:g}",
+            advice=f"Write {one.meant!r}: torch ignores names in a parameter group that it does not know.",
+            evidence={"group": one.group, "option": one.name, "meant": one.meant, "value": one.value, "used": one.used},
         )
 
 
@@ -190,6 +225,28 @@ class StaleSave(OnceRule[ModelScan]):
             advice="Save the state_dict() of the model that is trained, at the time of the save: an earlier copy, or "
             "an average that is never updated, stays as it was.",
             evidence={"where": fact.stale_save, "num_steps": fact.num_steps},
+        )
+
+
+class IdleLoaded(OnceRule[IdleLoad]):
+    """A module is given its own weights by `load_state_dict`: what it should bring back, or copy, is not a copy."""
+
+    name = "idle_load"
+    hears = (IdleLoad,)
+
+    def judge(self, fact: IdleLoad) -> Finding | None:
+        """Return the finding: the watch reports only loads that cannot have an effect."""
+        if fact.is_earlier:
+            message = "a state_dict() of the model that was taken earlier holds the present weights, not those of then"
+            advice = "Copy it when you take it: copy.deepcopy(model.state_dict()). It returns the weights themselves."
+        else:
+            message = f"a {fact.module} that is not trained is loaded with its own weights again and again"
+            advice = "Load the weights of the other network: target.load_state_dict(model.state_dict())."
+        return self.report(
+            step=fact.step,
+            message=f"load_state_dict{at(fact.where)} changes nothing: {message}",
+            advice=advice,
+            evidence={"where": fact.where, "module": fact.module},
         )
 
 

@@ -220,7 +220,8 @@ class IndependentLabels(Remembering):
             return
         loss = sum(self._losses) / len(self._losses)
         score = (fact.spread - fact.shuffled_mean) / max(fact.shuffled_std, 1e-30)
-        if fact.num_samples < FEWEST_SAMPLES or score > CERTAIN_SCORE or loss < NO_BETTER * fact.entropy:
+        best = max(score, fact.product_score, fact.neighbour_score)
+        if fact.num_samples < FEWEST_SAMPLES or best > CERTAIN_SCORE or loss < NO_BETTER * fact.entropy:
             return
         self._told = True
         yield Finding(

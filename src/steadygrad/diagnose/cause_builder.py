@@ -71,6 +71,12 @@ class CauseBuilder:
         return "forward" if culprit is not event and self.blame.is_birth(culprit) else "backward"
 
     @property
+    def in_custom_backward(self) -> bool:
+        """Whether Python code ran the op in backward: the op itself failed, on the operands that the line shows."""
+        event = self.origin.event
+        return event.place.in_backward and not event.in_engine
+
+    @property
     def place(self) -> Place:
         """Where the culprit was called; for a tensor from outside, where it was first used."""
         for event in (self.culprit, *(self.trace.events[index] for index in self.origin.path)):
@@ -95,14 +101,14 @@ class CauseBuilder:
         place = self.place
         return Situation(
             op=self.culprit.name,
-            phase=self.phase,
+            phase="forward" if self.in_custom_backward else self.phase,
             kind=self.born,
             operands=add_sources(self._add_upstream(view.operands), place, self.culprit.name),
             scalars=view.scalars,
             output=view.outputs[0] if view.outputs else None,
-            grad=self._find_grad() if self.phase == "backward" else None,
+            grad=self._find_grad() if self.phase == "backward" and not self.in_custom_backward else None,
             upstream=self._find_upstream(),
-            downstream=tuple(self.trace.events[index].name for index in self.origin.path[1:])[:MAX_NEIGHBOURS],
+            downstream=self._find_downstream(),
             module_type=type(place.module).__name__ if place.module is not None else None,
         )
 
@@ -132,6 +138,15 @@ class CauseBuilder:
         return [
             dataclasses.replace(operand, upstream=self._find_upstream([read])) for operand, read in zip(operands, reads)
         ]
+
+    def _find_downstream(self) -> tuple[str, ...]:
+        """Return the ops that took the result; none for a result that was bad already where its derivative hurt.
+
+        The path then begins with that derivative: the ops on it took a gradient, and not the result.
+        """
+        if self.phase == "forward" and self.origin.event is not self.culprit:
+            return ()
+        return tuple(self.trace.events[index].name for index in self.origin.path[1:])[:MAX_NEIGHBOURS]
 
     def _find_upstream(self, reads: Sequence[Read] | None = None) -> tuple[str, ...]:
         """Return the ops that made what the culprit has read, or some of it, nearest first."""
@@ -167,6 +182,7 @@ class CauseBuilder:
             name=why.name,
             symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
             chain=self._describe_chain(),
+            in_custom_backward=self.in_custom_backward,
             **self.where_of(place, self.modules),
         )
 

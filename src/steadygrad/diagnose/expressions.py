@@ -48,6 +48,12 @@ def name_arguments_of_call(code: CodeType, instruction: int) -> tuple[list[str],
     return [_shorten(ast.unparse(one)) for one in tree.args], named
 
 
+def read_expression(code: CodeType, instruction: int) -> str | None:
+    """Return the source of the call or operator at `instruction` on one line; None if it cannot be read or is long."""
+    tree = _parse_expression(code, instruction)
+    return None if tree is None else _shorten(ast.unparse(tree)) or None
+
+
 def _parse_expression(code: CodeType, instruction: int) -> ast.expr | None:
     text = _find_expression(code, instruction)
     try:

@@ -127,7 +127,11 @@ class Investigator:
         """Called when the model is called."""
         # Not inside a function that is noted whole, and not a validation, which no step follows.
         if not self._inside and torch.is_grad_enabled():
-            if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
+            inputs = name_inputs(args, kwargs)
+            # Inside vmap or grad(), where no replay can be: these wrappers are dead once the transform has returned.
+            if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for _, tensor in inputs):
+                return
+            if any(tensor.grad_fn is not None for _, tensor in inputs):
                 # Another network's output, whose graph is gone by the time of a replay.
                 args, kwargs = map_tensors(args, _cut), {name: map_tensors(one, _cut) for name, one in kwargs.items()}
             self._note(model, args, kwargs, is_model_call=True)

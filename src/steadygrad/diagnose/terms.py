@@ -6,12 +6,15 @@ additions and scalings of single numbers: what is left are the terms. Pure: noth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
 
 from steadygrad.diagnose.blame import Blame
+from steadygrad.diagnose.expressions import read_expression
 from steadygrad.diagnose.frames import read_source, spell_place
 from steadygrad.diagnose.ranges import Range, RangeTable
 from steadygrad.diagnose.trace import Event, Read, Trace
@@ -58,20 +61,29 @@ def describe_summed_terms(trace: Trace, blame: Blame, loss: Read) -> tuple[str, 
     if len(terms) < 2:
         return ()
     ordered = sorted(terms, key=lambda term: not term[1].is_nonfinite)[:MAX_TERMS]
-    return tuple(f"{_spell_event(event)} {_spell(range)}" for event, range in ordered)
+    lines = Counter(_find_line(event) for event, _ in terms)
+    return tuple(f"{_spell_event(event, lines[_find_line(event)])} {_spell(range)}" for event, range in ordered)
 
 
 def _expand(trace: Trace, blame: Blame, read: Read, *, depth: int) -> list[tuple[Event, Range]]:
     event = trace.events[read.writers[-1]]
     scalars = [one for one in event.reads if _is_single(trace, one)]
     if depth and event.is_scalar and scalars:
-        if event.name in SUMS and len(scalars) == 2:
-            return [term for one in scalars for term in _expand(trace, blame, one, depth=depth - 1)]
-        if event.name in GATHERS and len(scalars) == len(event.reads):
-            return [term for one in scalars for term in _expand(trace, blame, one, depth=depth - 1)]
+        is_sum = event.name in SUMS and len(scalars) == 2
+        if is_sum or (event.name in GATHERS and len(scalars) == len(event.reads)):
+            terms = [term for one in scalars for term in _expand(trace, blame, one, depth=depth - 1)]
+            if not any(_is_same_call(event, term) for term, _ in terms):
+                return terms
+            return [(event, blame.find_range(read))]
         if event.name in SUMS or (event.name in SCALINGS and len(scalars) == 1):
             return _expand(trace, blame, scalars[0], depth=depth - 1)
     return [(event, blame.find_range(read))]
+
+
+def _is_same_call(event: Event, term: Event) -> bool:
+    """Whether one call of the program made both: a sum inside a library function, as cross entropy's smoothing."""
+    place, other = event.place, term.place
+    return place.code is not None and (place.code, place.instruction) == (other.code, other.instruction)
 
 
 def _is_single(trace: Trace, read: Read) -> bool:
@@ -79,11 +91,17 @@ def _is_single(trace: Trace, read: Read) -> bool:
     return event.is_scalar and not event.is_given
 
 
-def _spell_event(event: Event) -> str:
+def _find_line(event: Event) -> tuple[CodeType | None, int | None]:
+    return event.place.code, event.place.line
+
+
+def _spell_event(event: Event, num_on_line: int) -> str:
     place = event.place
     if place.code is None:
         return event.name
     source = read_source(place.code, place.line)
+    if num_on_line > 1:  # the whole line would not tell its terms apart
+        source = read_expression(place.code, place.instruction) or source
     return f"{spell_place(place.code, place.line)} {source}" if source else event.name
 
 

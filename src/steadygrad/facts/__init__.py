@@ -6,7 +6,7 @@ done; an `Incident` joins them for the record; a `StepRecord` is one step's scal
 beyond its own fields. Import them from here, not from the files.
 """
 
-from steadygrad.facts.cause import Cause, name_holder
+from steadygrad.facts.cause import Cause, name_birthplace, name_holder
 from steadygrad.facts.incident import (
     Action,
     Evidence,
@@ -31,7 +31,16 @@ from steadygrad.facts.looks import (
     ParameterScan,
     Validation,
 )
-from steadygrad.facts.program_scans import CallScan, Load, MaskChange, ModelScan, PrecisionScan, RankScan, RankWait
+from steadygrad.facts.program_scans import (
+    CallScan,
+    Load,
+    MaskChange,
+    Misspelt,
+    ModelScan,
+    PrecisionScan,
+    RankScan,
+    RankWait,
+)
 from steadygrad.facts.proof import Answer, Proof
 from steadygrad.facts.reading import (
     NUM_COLUMNS,
@@ -64,6 +73,7 @@ __all__ = [
     "InputStats",
     "Load",
     "MaskChange",
+    "Misspelt",
     "ModelScan",
     "Number",
     "Outcome",
@@ -77,5 +87,6 @@ __all__ = [
     "StepRecord",
     "Validation",
     "Verdict",
+    "name_birthplace",
     "name_holder",
 ]

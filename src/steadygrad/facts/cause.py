@@ -59,6 +59,8 @@ class Cause:
     """Where the batch was stored, inside the run directory."""
     note: str = ""
     """What limits this diagnosis."""
+    in_custom_backward: bool = False
+    """In backward: the op itself failed, in the program's own backward or hook, and not its derivative."""
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"  {name:<8} {text}" for name, text in self.rows())])
@@ -96,6 +98,11 @@ class Cause:
         place = self._spell_place()
         return self.headline if place is None or place in self.headline else f"{self.headline}, {place}"
 
+    def refer_to(self, step: int) -> str:
+        """One line for a cause that an earlier step had already."""
+        same = "for the same reason as" if self.phase == "unknown" else "the same cause as"
+        return f"{self.brief}: {same} at step {step}"
+
     @property
     def headline(self) -> str:
         """One line: what was seen, and where it arose."""
@@ -106,8 +113,7 @@ class Cause:
             return f"{step}{rank}{what}, already in {name_holder(self.phase, self.name)}"
         if self.op is None:
             return f"{step}{rank}{what}"
-        where = {"backward": "the backward of ", "optimizer": "the optimizer's "}.get(self.phase, "")
-        return f"{step}{rank}{what}, born in {where}{self.op}"
+        return f"{step}{rank}{what}, born in {name_birthplace(self.phase, self.op, self.in_custom_backward)}"
 
     def _spell_place(self) -> str | None:
         return None if self.file is None else f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
@@ -115,6 +121,13 @@ class Cause:
     def _spell_line(self) -> str | None:
         place = self._spell_place()
         return None if place is None else f"{place}   {self.source or ''}".rstrip()
+
+
+def name_birthplace(phase: str, op: str, in_custom_backward: object) -> str:
+    """Return where a bad value was born: 'aten.log', 'the backward of aten.sqrt', "the optimizer's aten.div"."""
+    if in_custom_backward:
+        return f"{op} in a custom backward or hook"
+    return {"backward": "the backward of ", "optimizer": "the optimizer's "}.get(phase, "") + op
 
 
 def name_holder(phase: str, name: str) -> str:

@@ -64,7 +64,8 @@ _NOT_OF_SETTINGS = (
         "forgotten_state",
     ),  # calls and schedule
     *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
-    *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save", "equal_units"),
+    *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save", "equal_units", "idle_load"),
+    *("wrong_group",),
     *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
     *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise"),  # number formats
     *(

@@ -112,6 +112,10 @@ class LabelDependence:
     shuffled_mean: float
     """... and its mean and standard deviation over random assignments of the labels."""
     shuffled_std: float
+    product_score: float = 0.0
+    """Standard deviations by which products of two inputs differ more between classes than under shuffled labels."""
+    neighbour_score: float = 0.0
+    """Standard deviations by which nearest neighbours share their label more often than chance."""
     entropy: float
     """Of the labels: the loss of a model that knows how frequent each class is and nothing else, in nats."""
 
@@ -272,6 +276,20 @@ class StoredDataChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdleLoad:
+    """A `load_state_dict` that was given the module's own tensors, and so changed nothing."""
+
+    step: int
+    where: str
+    """file:line of the load."""
+    module: str
+    """Class of the module."""
+    is_earlier: bool
+    """Whether the weights have moved since the state was taken, which should have been brought back; otherwise a
+    network that is not trained was loaded with itself several times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SingleSample:
     """A tensor of the batch with one row among others with many, though its rows look like theirs."""
 
@@ -299,5 +317,6 @@ ProgramFact = (
     | StreamScan
     | StoredDataChange
     | SingleSample
+    | IdleLoad
 )
 """Facts about the program, seen by each rank for itself."""

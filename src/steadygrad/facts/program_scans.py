@@ -82,6 +82,19 @@ class PartialSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Misspelt:
+    """An option in a parameter group that the optimizer does not know."""
+
+    group: int
+    name: str
+    meant: str
+    """The option that the optimizer has."""
+    value: float
+    used: float
+    """What it uses instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelScan:
     """One scan of how model and optimizers fit together. The first comes before the first step."""
 
@@ -94,6 +107,11 @@ class ModelScan:
     """Pairs of names: an embedding and an output layer that began with the same values and differ now."""
     not_frozen: tuple[str, ...] = ()
     """Modules whose `train()` would freeze parameters, as their settings ask, and that have none frozen."""
+    freed_by_flag: tuple[str, ...] = ()
+    """'body.requires_grad = False' and the like, which freeze nothing, where an optimizer trains the parameters."""
+    misspelt: tuple[Misspelt, ...] = ()
+    doubled: tuple[str, ...] = ()
+    """Parameters that stand twice in one group."""
     frozen_head: str = ""
     """Name of the last layer, if it is frozen at its random initial values and most of the model is frozen too."""
     frozen_share: float = 0.0

@@ -165,6 +165,8 @@ def _assemble(
     )
     shutdown = Shutdown(checkpoints, ranks=ranks, moment=moment, judging=judging, saver=saver, close=close)
     passes, stepper = make_loop(device, host, moment, rollback, judging)
+    # Weakly: the watch listens for as long as it lives.
+    watched.program.own_loads.report = call_weakly(judgement, lambda judgement, fact: judgement.hear(fact))
     waits = None
     if ranks.many and not training.off:
         # Weakly: a thread that is the last to drop the model ends its process group too, which can deadlock in gloo.

@@ -180,6 +180,10 @@ class Judgement:
         """Judge what the run shows as a whole, up to `step`."""
         self._consider(Flush(step=step))
 
+    def hear(self, fact: Fact) -> None:
+        """Judge a fact that came between two steps."""
+        self._consider(fact)
+
     def refuse(self, step: int, learning_rates: tuple[float, ...]) -> None:
         """Record a step that was not made, in the window after a rollback; no rule sees it."""
         reading = make_unfinished(step, learning_rates)
@@ -274,7 +278,7 @@ class Judgement:
         """Log a cause in full the first time; the record has it in full each time."""
         is_new = cause.identity not in self._logged_causes
         first = self._logged_causes.setdefault(cause.identity, cause.step)
-        text = str(cause) if is_new or first is None else f"{cause.brief}: the same cause as at step {first}"
+        text = str(cause) if is_new or first is None else cause.refer_to(first)
         logger.log(level, "%s%s", self._whose, text)
 
     def _log(self, event: Event, also: Sequence[Finding] = (), *, level: int) -> None:

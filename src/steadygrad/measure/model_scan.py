@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from steadygrad.facts import ModelScan
+from steadygrad.facts import Misspelt, ModelScan
 from steadygrad.measure.adapters import has_adapters
 from steadygrad.measure.copies import CopyWatch
 from steadygrad.measure.equal_units import EqualUnits
+from steadygrad.measure.groups import find_doubled, find_misspelt, find_not_frozen
 from steadygrad.measure.held import find_held
 from steadygrad.measure.loads import take_loads
 from steadygrad.measure.partial_saves import PartialSaves, is_drawn
@@ -51,6 +52,8 @@ class ModelWatch:
         self._foreign: frozenset[int] = frozenset()
         self._pairs: list[tuple[str, str]] = []
         self._first: dict[str, Tensor] = {}
+        self._optimizers = list(trained.optimizers)
+        self._misspelt: list[Misspelt] = []
         self._stale_saves: list[str] = []
         self._has_good_save = False
         self._last_save = 0
@@ -72,6 +75,7 @@ class ModelWatch:
         self._foreign = frozenset(id(p) for _, p in self._trained.named if id(p) not in own)
         self._pairs = _find_twins(model)
         self._first = {name: _sample(p) for name, p in self._list_sampled()}
+        self._misspelt = find_misspelt(self._optimizers)
         self._partial_saves.begin()
         self._equal_units.begin()
         listen(self)
@@ -81,6 +85,8 @@ class ModelWatch:
             step=-1,
             loads=tuple(take_loads(model)),
             not_frozen=tuple(_find_unkept_promises(model)),
+            freed_by_flag=tuple(find_not_frozen(self._trained)),
+            doubled=tuple(find_doubled(self._trained)),
             frozen_head=head,
             frozen_share=share,
         )
@@ -106,6 +112,7 @@ class ModelWatch:
             replaced=tuple(gone),
             came_apart=tuple(pair for pair in self._pairs if self._differs(*pair)),
             equal_units=self._equal_units.find(),
+            misspelt=tuple(one for one in find_misspelt(self._optimizers) if one in self._misspelt),
             stale_save=self._stale_saves[-1] if len(self._stale_saves) > 1 and not self._has_good_save else "",
             idle_average=self._has_idle_average,
             idle_copy=self._copies.idle or ("", ""),

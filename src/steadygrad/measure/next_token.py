@@ -5,13 +5,13 @@ place is differentiated with respect to the embedding of the next: where that is
 the last place that counts, since a prefix may be seen whole. Nothing is tested where the graph cannot tell: places that
 were moved on the way, or a sentence that was summed up in a vector, which a decoder may be meant to see.
 
-Cost: a comparison of labels with tokens in the second backward. If they fit, the next one is preceded by two backwards
+Cost: a comparison of labels with tokens in the second backward. If they fit, the next one is preceded by a backward
 without gradients of weights, once. Left out where the program would notice, as in `row_gradients.py`. Reads only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,9 @@ class NextTokenWatch:
         texts = list(_find_texts(loss.grad_fn, labels))[:MOST_EMBEDDINGS]
         if self._layouts:
             texts = [text for text in texts if text.is_time_first in self._layouts]
-            found = {f"{i} {row}": _differentiate(labels, one, row) for i, one in enumerate(texts) for row in (0, -1)}
+            found = {
+                f"{i} {k}": seen for i, one in enumerate(texts) for k, seen in enumerate(_differentiate(labels, one))
+            }
         else:
             compared = [_compare(text, labels.ignore_index)[None].double() for text in texts]
             found = {f"{i} {texts[i].is_time_first}": one for i, one in enumerate(compared)}
@@ -163,18 +165,20 @@ def _compare(text: Text, ignore_index: int) -> Tensor:
     return (total >= FEWEST_LABELS) & (following >= ALIGNED * total) & (same <= UNALIGNED * total)
 
 
-def _differentiate(labels: Labels, text: Text, row: int) -> Tensor:
-    """Return, on the device: whether labels are the next tokens, whether one is seen, at which place, how much."""
+def _differentiate(labels: Labels, text: Text) -> Sequence[Tensor]:
+    """Return, on the device and for two rows: whether labels are the next tokens, whether one is seen, where, how much.
+
+    One backward serves both. Where a row sees the other's places, its next one is at most that of one of the two.
+    """
     num_rows, length = text.tokens.shape
-    row = row % num_rows
     num = min(text.rows.shape[1], length - 1)
     places = torch.arange(length, device=text.tokens.device)
-    counted = text.rows[row, :num] != labels.ignore_index
-    place = torch.where(counted, places[:num], -1).amax()
-    seed = _make_seed(labels, text, row, place)
+    chosen = [0, num_rows - 1]
+    last = [torch.where(text.rows[row, :num] != labels.ignore_index, places[:num], -1).amax() for row in chosen]
+    seed = _make_seed(labels, text, dict(zip(chosen, last)))
     if seed is None:
-        return torch.zeros(4, dtype=torch.float64, device=place.device)
-    with unchanged_random([place.device]):  # recomputed layers may draw
+        return []
+    with unchanged_random([places.device]):  # recomputed layers may draw
         (found,) = torch.autograd.grad(
             [GradientEdge(labels.outputs, 0)],
             [GradientEdge(text.node, 0)],
@@ -182,19 +186,25 @@ def _differentiate(labels: Labels, text: Text, row: int) -> Tensor:
             retain_graph=True,  # the program's own backward follows
             allow_unused=True,
         )
+    if found is None:
+        return []
     with torch.no_grad():
-        if found is None:
-            return torch.zeros(4, dtype=torch.float64, device=place.device)
-        sizes = (found.transpose(0, 1) if text.is_time_first else found)[row].detach().abs().amax(-1).double()  # [T]
-        largest = torch.where(places == place, 0.0, sizes).amax()
-        share = torch.where(places == place + 1, sizes, 0.0).amax() / largest.clamp(min=1e-30)
         is_next = _compare(text, labels.ignore_index)
-        is_seen = (place >= 0) & (largest > 0) & (share > VISIBLE)
-        return torch.stack([one.double() for one in (is_next, is_seen, place, share)])
+        by_row = found.detach().transpose(0, 1) if text.is_time_first else found.detach()
+        return [_judge(by_row[row], places, place, is_next) for row, place in zip(chosen, last)]
 
 
-def _make_seed(labels: Labels, text: Text, row: int, place: Tensor) -> Tensor | None:
-    """Return weights of the outputs that are 0 but at one place of one row; None for outputs of another layout."""
+def _judge(gradient: Tensor, places: Tensor, place: Tensor, is_next: Tensor) -> Tensor:
+    """Return the four numbers of one row from the gradient of its output at `place` by its embeddings [places, C]."""
+    sizes = gradient.abs().amax(-1).double()
+    largest = torch.where(places == place, 0.0, sizes).amax()
+    share = torch.where(places == place + 1, sizes, 0.0).amax() / largest.clamp(min=1e-30)
+    is_seen = (place >= 0) & (largest > 0) & (share > VISIBLE)
+    return torch.stack([one.double() for one in (is_next, is_seen, place, share)])
+
+
+def _make_seed(labels: Labels, text: Text, chosen: Mapping[int, Tensor]) -> Tensor | None:
+    """Return weights of the outputs that are 0 but at one place of each chosen row; None for another layout."""
     metadata = labels.outputs._input_metadata[0]
     shape = [int(size) for size in metadata.shape]
     axis = 1 if len(shape) == 2 else read_dim(labels.outputs) % len(shape) if len(shape) == 3 else -1
@@ -205,9 +215,11 @@ def _make_seed(labels: Labels, text: Text, row: int, place: Tensor) -> Tensor | 
     width = num_labels if len(others) == 1 else others[1 - text.is_time_first]
     if others not in ([num_rows * num_labels], [width, num_rows] if text.is_time_first else [num_rows, width]):
         return None
-    numbers = torch.arange(max(num_rows, width), device=place.device)
-    chosen = (numbers[:num_rows] == row)[:, None] & (numbers[:width] == place)  # [rows, places]
-    chosen = (chosen.T if text.is_time_first else chosen).reshape(others).unsqueeze(axis)
+    numbers = torch.arange(width, device=text.tokens.device)
+    is_there = torch.zeros(num_rows, width, dtype=torch.bool, device=numbers.device)
+    for row, place in chosen.items():
+        is_there[row] = numbers == place
+    is_there = (is_there.T if text.is_time_first else is_there).reshape(others).unsqueeze(axis)
     # Not all equal: behind a softmax equal weights have a gradient of 0.
-    weights = torch.linspace(0.5, 1.5, labels.num_classes, dtype=metadata.dtype, device=place.device)
-    return chosen * weights.view([-1 if i == axis else 1 for i in range(len(shape))])
+    weights = torch.linspace(0.5, 1.5, labels.num_classes, dtype=metadata.dtype, device=numbers.device)
+    return is_there * weights.view([-1 if i == axis else 1 for i in range(len(shape))])

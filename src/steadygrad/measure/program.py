@@ -30,6 +30,7 @@ from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.next_token import NextTokenWatch
 from steadygrad.measure.one_call import watch_one_call
+from steadygrad.measure.own_loads import OwnLoadWatch
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
 from steadygrad.measure.rows import is_readable
@@ -68,6 +69,7 @@ class ProgramWatch:
         self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch(trained.model)
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
+        self.own_loads = OwnLoadWatch(trained)
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
         self._cuts: CutWatch | None = None
@@ -187,6 +189,7 @@ class ProgramWatch:
             return
         self._next_step, self._has_batch, self._call, self._cuts = step + 1, False, None, None
         self._modes.end_step()
+        self.own_loads.end_step(step)
         seed = self._try(self._seeds.end_step, step) if self._seeds.is_on else None
         self._facts += [] if seed is None else [(step, seed)]
         if self._restored.is_watching or step in LOOKS:

@@ -1,9 +1,10 @@
-"""Calls of torch's training functions -> those who listen: backward, clipping, saving, averages, seeds.
+"""Calls of torch's training functions -> those who listen: backward, clipping, saving, averages, seeds, states.
 
 A guard sees the gradients, not what the program did to them. So a few functions of torch are wrapped, once and for the
 process: `torch.autograd.backward`, `clip_grad_norm_` and `clip_grad_value_`, `torch.save`, `AveragedModel.forward`,
-`torch.manual_seed` and `torch.set_rng_state`; `loads.py` wraps `Module.load_state_dict`. Each passes its arguments on
-unchanged. With no listener a wrapper costs under a microsecond; a listener that fails is dropped and the call goes on.
+`torch.manual_seed`, `torch.set_rng_state`, `Module.state_dict` and `Module.load_state_dict` (which `loads.py` wraps as
+well). Each passes its arguments on unchanged. With no listener a wrapper costs under a microsecond; a listener that
+fails is dropped and the call goes on.
 Nothing happens inside a compiled graph, inside another backward, or while a step is replayed. Backward and clipping are
 heard in the listener's own thread only: another thread may be inside its backward, which changes gradients without
 holding the interpreter's lock, and reading them would crash.
@@ -17,7 +18,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,10 +88,19 @@ class SeedListener(Protocol):
     def before_restore(self) -> None: ...
 
 
+class StateListener(Protocol):
+    """Hears of states of modules."""
+
+    def after_state(self, state: Mapping[str, Any]) -> None: ...
+    def before_load(self, module: nn.Module, given: Mapping[str, Any]) -> None: ...
+    def after_load(self) -> None: ...
+
+
 _listeners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Each with the thread whose calls it hears."""
 _to_saves: weakref.WeakSet[Any] = weakref.WeakSet()
 _to_seeds: weakref.WeakSet[Any] = weakref.WeakSet()
+_to_states: weakref.WeakSet[Any] = weakref.WeakSet()
 _num_muted = 0
 _is_installed = False
 
@@ -120,6 +130,12 @@ def stop_listening_to_seeds(listener: SeedListener) -> None:
     _to_seeds.discard(listener)
 
 
+def listen_to_states(listener: StateListener) -> None:
+    """Let `listener`, which is held weakly, hear of states from now on."""
+    install()
+    _to_states.add(listener)
+
+
 @contextlib.contextmanager
 def calls_muted() -> Iterator[None]:
     """Ignore calls inside this context: we make them ourselves."""
@@ -145,6 +161,8 @@ def install() -> None:
         _wrap(nn.utils, name, _around_clip)
     _wrap(torch, "save", _around_save)
     _wrap(AveragedModel, "forward", _around_average)
+    _wrap(nn.Module, "state_dict", _around_state)
+    _wrap(nn.Module, "load_state_dict", _around_load)
     _wrap(torch, "manual_seed", _around_seed)
     for place in (torch, torch.random):  # fork_rng calls the one where it is defined
         _wrap(place, "set_rng_state", _around_restore)
@@ -155,7 +173,7 @@ def _wrap(place: Any, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _num_muted or torch.compiler.is_compiling() or not (_listeners or _to_saves or _to_seeds):
+        if _num_muted or torch.compiler.is_compiling() or not (_listeners or _to_saves or _to_seeds or _to_states):
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
 
@@ -211,6 +229,20 @@ def _around_average(forward: Callable[..., Any], average: AveragedModel, *args: 
     return forward(average, *args, **kwargs)
 
 
+def _around_state(take: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    state = take(module, *args, **kwargs)
+    if _to_states and not args and "destination" not in kwargs:  # not the part of a larger module
+        _notify(_to_states, lambda one: one.after_state(state))
+    return state
+
+
+def _around_load(load: Callable[..., Any], module: nn.Module, given: Any, *args: Any, **kwargs: Any) -> Any:
+    _notify(_to_states, lambda one: one.before_load(module, given))
+    result = load(module, given, *args, **kwargs)
+    _notify(_to_states, lambda one: one.after_load())
+    return result
+
+
 def _around_seed(set_seed: Callable[..., Any], seed: Any) -> Any:
     _notify(_to_seeds, lambda one: one.before_seed(int(seed)))
     return set_seed(seed)
@@ -234,6 +266,7 @@ def _notify(listeners: Iterable[Any], hear: Callable[[Any], None]) -> None:
         except Exception:  # an unusual tensor, or no memory: the program's own call has worked
             stop_listening(one, to_saves=True)
             stop_listening_to_seeds(one)
+            _to_states.discard(one)
 
 
 def _describe_backward(loss: Tensor) -> BackwardCall:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steadygrad.facts import Severity, name_holder
+from steadygrad.facts import Severity, name_birthplace, name_holder
 from steadygrad.view.read.incident_log import find_step, look
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.state import State, find_end
@@ -188,7 +188,8 @@ def name_cause(cause: Mapping[str, Any]) -> str:
         return f"{what}, already in {name_holder(str(cause['phase']), str(cause.get('name') or ''))}"
     if not isinstance(cause.get("op"), str):
         return ""
-    return f"{what}, born in {'the backward of ' if cause.get('phase') == 'backward' else ''}{cause['op']}"
+    birthplace = name_birthplace(str(cause.get("phase")), cause["op"], cause.get("in_custom_backward"))
+    return f"{what}, born in {birthplace}"
 
 
 def spell_place(cause: object) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import UsageError
-from steadygrad_recipes.tables import parse_json
+from steadygrad_recipes.tables import parse_json, require_unicode, resolve_inside, write_lines
 
 FORMAT = 'COCO\'s: {"images": [{"id", "file_name"}], "annotations": [{"id", "image_id", "caption"}]}'
 
@@ -136,20 +136,30 @@ def _find_image_fault(row: Any, known: set[int]) -> str | None:
 
 
 def _find_caption_fault(row: Any, known: set[int]) -> str | None:
-    if not isinstance(row, dict) or not isinstance(row.get("image_id"), int):
+    if not isinstance(row, dict) or not isinstance(row.get("image_id"), int) or isinstance(row["image_id"], bool):
         return "a caption needs a whole number as its image_id"
     if row["image_id"] not in known:
         return f"no image has the id {row['image_id']}"
-    if not isinstance(row.get("caption"), str):
+    return find_text_fault(row.get("caption"))
+
+
+def find_text_fault(value: Any) -> str | None:
+    """Return what keeps a caption from being used."""
+    if not isinstance(value, str):
         return "the caption is not text"
-    return None if row["caption"].strip() else "the caption is empty"
+    try:
+        require_unicode(value)
+    except ValueError as error:
+        return f"the caption is {error}"
+    return None if value.strip() else "the caption is empty"
 
 
 def find_image(folder: Path, name: str) -> Path | None:
     """Return the file if it is inside the folder; a name that leads outside is not followed."""
-    path = folder / name
-    inside = path.resolve().is_relative_to(folder.resolve())  # both resolved: the folder may itself be a link
-    return path if inside and path.is_file() else None
+    try:
+        return folder / name if resolve_inside(folder, name).is_file() else None
+    except (OSError, ValueError):
+        return None
 
 
 def write_left_out(left_out: Iterable[LeftOut], path: Path) -> int:
@@ -157,5 +167,5 @@ def write_left_out(left_out: Iterable[LeftOut], path: Path) -> int:
     lines = [json.dumps({"file": r.file, "row": r.row, "reason": r.reason}, ensure_ascii=False) for r in left_out]
     if lines:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_lines(path, lines)
     return len(lines)

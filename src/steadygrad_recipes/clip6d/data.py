@@ -37,6 +37,7 @@ from steadygrad_recipes.clip6d.config import (
 from steadygrad_recipes.clip6d.pretrained import encode_texts
 from steadygrad_recipes.clip6d.shards import Place, find_shards, read_shards
 from steadygrad_recipes.clip6d.tokens import encode_batch
+from steadygrad_recipes.imaging import to_rgb, turn_upright
 
 logger = logging.getLogger("steadygrad")
 
@@ -192,7 +193,7 @@ def read_image(place: Any, side: int, name: str | None = None) -> Tensor | None:
     content = place.read() if isinstance(place, Place) else place
     try:
         with images.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
-            whole = image.convert("RGB")
+            whole = to_rgb(turn_upright(image))
     except (
         OSError,
         SyntaxError,

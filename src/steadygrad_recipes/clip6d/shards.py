@@ -19,7 +19,7 @@ from torch import Tensor
 
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
-from steadygrad_recipes.clip6d.captions import LeftOut, Sample, find_image
+from steadygrad_recipes.clip6d.captions import LeftOut, Sample, find_image, find_text_fault
 from steadygrad_recipes.tables import parse_json
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
@@ -114,18 +114,22 @@ def _take_captions(sample: Sample, name: str, value: Any, languages: Sequence[st
         except UnicodeDecodeError:
             return f"its caption in {language} is not UTF-8 text"
     texts = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else []
-    clean = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+    clean = [text.strip() for text in texts if find_text_fault(text) is None]
     if not clean:
         return f"its caption in {language} is empty or not text"
     known = sample.captions.get(language, [])
     # The .json of a sample often repeats its .txt
     sample.captions[language] = known + [text for text in clean if text not in known]
-    return ""
+    lost = len(texts) - len(clean)
+    return f"{lost} of its {len(texts)} captions in {language} are empty or not text" if lost else ""
 
 
 def _take_json(sample: Sample, value: Any, languages: Sequence[str]) -> str:
+    value = value.read() if isinstance(value, Place) else value
+    if value is None:
+        return ""
     try:
-        content = parse_json(value.read() if isinstance(value, Place) else value)
+        content = parse_json(value) if isinstance(value, str | bytes) else value  # a table's column may have fields
     except ValueError as error:
         return f"its .json cannot be read: {error}"
     if not isinstance(content, Mapping):
@@ -173,14 +177,21 @@ def _read_tar(path: Path) -> Iterator[tuple[str, Parts]]:
     except tarfile.TarError as error:
         raise UsageError(f"{path} is not a .tar file: {error}. A shard of webdataset is not compressed.") from None
     _require_end(path, end, members[-1].name if members else "its beginning")
-    rows: dict[str, list[tuple[str, Place]]] = {}
+    rows: list[tuple[str, dict[str, Place]]] = []
+    newest: dict[str, dict[str, Place]] = {}
     for member in members:
         folder, _, name = member.name.rpartition("/")
         key, _, ending = name.partition(".")
-        if ending:
-            parts = rows.setdefault(f"{folder}/{key}" if folder else key, [])
-            parts.append((ending.lower(), Place(path, member.offset_data, member.size)))
-    yield from rows.items()
+        if not ending or not key:  # a name that begins with a dot is a system's own
+            continue
+        key, ending = f"{folder}/{key}" if folder else key, ending.lower()
+        if (
+            key not in newest or ending in newest[key]
+        ):  # another sample of that name: its parts are no part of the first
+            newest[key] = {}
+            rows.append((key, newest[key]))
+        newest[key][ending] = Place(path, member.offset_data, member.size)
+    yield from ((key, parts.items()) for key, parts in rows)
 
 
 def _require_end(path: Path, end: int, last: str) -> None:

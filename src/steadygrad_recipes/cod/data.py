@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from steadygrad.errors import UsageError
 from steadygrad_recipes.cod.config import CodConfig
 from steadygrad_recipes.cod.folder import Pair, Split, find_split, import_pillow, require_usable, spell_error
+from steadygrad_recipes.imaging import to_rgb, turn_upright
 
 logger = logging.getLogger("steadygrad")
 
@@ -43,6 +44,7 @@ class LateFaults:
 
     def add(self, line: str) -> None:
         """Append the line and log it, unless it is there."""
+        line = line.encode(errors="backslashreplace").decode()  # a name that is not UTF-8
         known = self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []
         if line in known:
             return
@@ -73,9 +75,9 @@ class PairDataset(Dataset[Sample]):
         raise IndexError(index)
 
     def _read(self, pair: Pair) -> Sample:
-        image = read_picture(pair.image, self.size)
         if pair.mask is None:
-            return {"image": image, "mask": torch.zeros(1, self.size, self.size)}
+            return {"image": read_picture(pair.image, self.size), "mask": torch.zeros(1, self.size, self.size)}
+        image = read_picture(pair.image, self.size, is_as_stored=pair.is_as_stored)
         return {"image": image, "mask": read_mask(pair.mask, self.size)}
 
 
@@ -127,14 +129,14 @@ def open_loaders(
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def read_picture(path: Path, size: int) -> Tensor:
-    """Return a picture as [3, size, size], normalised."""
-    return normalise(_read(path, "RGB", size, smooth=True).permute(2, 0, 1))
+def read_picture(path: Path, size: int, *, is_as_stored: bool = False) -> Tensor:
+    """Return a picture as [3, size, size], normalised; upright unless `is_as_stored`, whatever its EXIF says."""
+    return normalise(_read(path, "RGB", size, is_as_stored=is_as_stored).permute(2, 0, 1))
 
 
 def read_mask(path: Path, size: int) -> Tensor:
     """Return a mask as [1, size, size] of 0 and 1. Masks come as 0/255 or, from some tools, as 0/1."""
-    values = _read(path, "L", size, smooth=False)
+    values = _read(path, "L", size, is_as_stored=True)
     top = float(values.max())
     return (values > (0.5 if top > 0.5 else 0.5 / 255)).float()[None]
 
@@ -149,7 +151,7 @@ def denormalise(image: Tensor) -> Tensor:
     return (image * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)).clamp(0, 1)
 
 
-def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
+def _read(path: Path, mode: str, size: int, *, is_as_stored: bool) -> Tensor:
     """Return a file's pixels in [0, 1]: [size, size, 3], or [size, size] for a mask."""
     pillow = import_pillow("reading pictures")
     try:
@@ -157,8 +159,10 @@ def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
             if mode == "L" and picture.has_transparency_data:  # else what is transparent counts by its hidden colour
                 picture = pillow.alpha_composite(pillow.new("RGBA", picture.size, "black"), picture.convert("RGBA"))
             # Nearest for masks: a blend of 0 and 1 would be neither
-            way = pillow.Resampling.BILINEAR if smooth else pillow.Resampling.NEAREST
-            scaled = picture.convert(mode).resize((size, size), way)
+            way = pillow.Resampling.BILINEAR if mode == "RGB" else pillow.Resampling.NEAREST
+            # A mask may be clipped to eight bits: it has two values, and 1 of 65535 counts as much as 255
+            whole = picture.convert(mode) if mode == "L" else to_rgb(picture if is_as_stored else turn_upright(picture))
+            scaled = whole.resize((size, size), way)
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
         raise UsageError(f"{path} cannot be read as a picture ({spell_error(error)}).{ADVICE}") from None
     pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8).float() / 255

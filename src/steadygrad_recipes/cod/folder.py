@@ -15,6 +15,7 @@ from typing import Any
 
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
+from steadygrad_recipes.imaging import find_shown_size
 
 SETS = ("COD10K", "CAMO", "NC4K", "CHAMELEON")
 """Sets of the field that lie beside each other in one TestDataset; the first that is there is used."""
@@ -37,6 +38,8 @@ class Pair:
 
     image: Path
     mask: Path | None
+    is_as_stored: bool = False
+    """Whether the mask fits only the pixels as they are stored, not as EXIF says to turn them."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,13 @@ def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> 
             num_noncam += 1
             continue
         mask = masks_found.get(stem)
-        problem = f"no mask {stem}.png in {masks.name}" if mask is None and not is_noncam else _check_pair(image, mask)
-        if problem:
+        if mask is None and not is_noncam:
+            bad.append(f"{image.name}: no mask {stem}.png in {masks.name}")
+            continue
+        try:
+            pairs.append(_check_pair(image, mask))
+        except ValueError as problem:
             bad.append(f"{image.name}: {problem}")
-        else:
-            pairs.append(Pair(image, mask))
     return Split(tuple(pairs), tuple(bad), num_noncam, images)
 
 
@@ -157,23 +162,29 @@ def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
     return found, odd
 
 
-def _check_pair(image: Path, mask: Path | None) -> str:
-    """Return what is wrong with the pair, without decoding it; empty when nothing is."""
+def _check_pair(image: Path, mask: Path | None) -> Pair:
+    """Return the pair, without decoding it; ValueError says what is wrong with it."""
     pillow = import_pillow("reading pictures")
-    sizes = []
+    sizes, shown = [], []
     for what, file in (("image", image), ("mask", mask)):
         if file is None:
             continue
         try:
             with pillow.open(file) as picture:
                 sizes.append(picture.size)
+                shown.append(find_shown_size(picture))
                 if picture.format == "PNG":
                     picture.verify()  # the checksums of all its parts
                 elif not (picture.format == "JPEG" and _has_end(file)):
                     picture.load()  # may be whole all the same, with something appended
         except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-            return f"its {what} is not a readable picture ({spell_error(error)})"
-    return f"image is {_spell(sizes[0])} and mask {_spell(sizes[1])}" if len(set(sizes)) > 1 else ""
+            raise ValueError(f"its {what} is not a readable picture ({spell_error(error)})") from None
+    if mask is None or sizes[1] == shown[0]:
+        return Pair(image, mask)
+    # As most programs of the field read it, which pass over EXIF
+    if sizes[1] == sizes[0]:
+        return Pair(image, mask, is_as_stored=True)
+    raise ValueError(f"image is {_spell(shown[0])} and mask {_spell(sizes[1])}")
 
 
 def spell_error(error: Exception) -> str:

@@ -202,6 +202,8 @@ def build_network(config: CodConfig) -> nn.Module:
 def take_outputs(found: Tensor | Sequence[Tensor], size: Sequence[int]) -> list[Tensor]:
     """Return a network's logits [N, 1, H, W] at the images' size, the finest first, whether it gives one or several."""
     outputs = [found] if isinstance(found, Tensor) else list(found)
+    if not outputs:
+        raise ConfigError("the network gives nothing, not logits [N, 1, H, W]. Return one channel, before a sigmoid.")
     for one in outputs:
         shape = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
         if not isinstance(one, Tensor) or one.dim() != 4 or one.shape[1] != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ from steadygrad.trainer import load_trained
 from steadygrad.trainer.files import find_best as find_best_checkpoint
 from steadygrad.trainer.ranks import is_first
 from steadygrad_recipes.cod.config import CodConfig
-from steadygrad_recipes.cod.data import LEFT_OUT, PairDataset, Sample, open_datasets, open_loaders, read_picture
+from steadygrad_recipes.cod.data import ADVICE, LEFT_OUT, PairDataset, Sample, open_datasets, open_loaders, read_picture
 from steadygrad_recipes.cod.folder import SUFFIXES, Split, import_pillow
 from steadygrad_recipes.cod.model import build_network, take_outputs
 from steadygrad_recipes.cod.pictures import encode_png
 from steadygrad_recipes.cod.trainer import CodTrainer, choose_place
+from steadygrad_recipes.imaging import find_shown_size
+from steadygrad_recipes.tables import write_lines
 
 BEST = ("best", "best_model.pth")
 PREDICTIONS = "predictions"
+NUM_NAMED = 3
+"""Number of pictures that an error names."""
 
 
 def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
@@ -55,7 +60,7 @@ def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any)
     """Write masks of an image or a folder of images, by the best weights of a run, into the run's `predictions`."""
     path = Path(path)
     files = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
+    if not files or (files == [path] and not path.is_file()):
         raise UsageError(f"there is no picture at {path}. Give an image, or a folder that holds {', '.join(SUFFIXES)}.")
     # The run's weights replace all of it; the backbone's own file need not be here any more
     model = build_network(dataclasses.replace(config, backbone_weights=None))
@@ -64,11 +69,22 @@ def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any)
     model.to(device).eval()
     folder = run_dir / PREDICTIONS
     folder.mkdir(exist_ok=True)
+    stems = Counter(file.stem for file in files)
+    refused = []
     for file in files:
-        mask = _find_mask(model, file, config.image_size, device)
-        target = folder / f"{file.stem}.png"
+        try:
+            mask = _find_mask(model, file, config.image_size, device)
+        except UsageError as error:
+            refused.append(str(error).removesuffix(ADVICE))
+            continue
+        # a.jpg and a.png would overwrite each other's mask
+        target = folder / f"{file.stem if stems[file.stem] == 1 else file.name}.png"
         target.write_bytes(encode_png(mask.expand(3, -1, -1)))
         console.say(f"{file.name}: {float((mask > 0.5).float().mean()):.1%} of it is object -> {target}")
+    if len(refused) == len(files):
+        raise UsageError(f"{'; '.join(refused[:NUM_NAMED])} Give another picture.")
+    for line in refused:
+        console.say(f"no mask: {line}", "yellow")
     return 0
 
 
@@ -77,7 +93,7 @@ def _find_mask(model: nn.Module, file: Path, size: int, device: str) -> Tensor:
     """Return probabilities at the picture's own size: [1, H, W]."""
     pixels = read_picture(file, size)[None].to(device)
     with import_pillow("reading pictures").open(file) as picture:
-        width, height = picture.size
+        width, height = find_shown_size(picture)
     logits = take_outputs(model(pixels), pixels.shape[-2:])[0]
     return F.interpolate(logits, size=(height, width), mode="bilinear", align_corners=False)[0].sigmoid().cpu()
 
@@ -108,7 +124,7 @@ def _print_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir
             console.say(f"{name}: {split.num_noncam} NonCAM images are not used (--include-noncam true uses them).")
     bad = [f"{name}: {reason}" for name, split in splits.items() for reason in split.bad]
     if bad and is_first():
-        (run_dir / LEFT_OUT).write_text("\n".join(bad) + "\n", encoding="utf-8")
+        write_lines(run_dir / LEFT_OUT, bad)
         console.say(f"{len(bad)} files are left out; each is named in {run_dir / LEFT_OUT}.", "yellow")
 
 

@@ -33,6 +33,7 @@ from steadygrad_recipes.mmdit.sampling import draw_samples, spell
 from steadygrad_recipes.mmdit.synthetic import make_corpus
 from steadygrad_recipes.mmdit.texts import encode_texts, map_array, open_tokenizer
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
+from steadygrad_recipes.tables import write_lines
 
 VAL_BATCH = 64
 LEFT_OUT = "left_out.txt"
@@ -54,7 +55,7 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Ou
     for note in corpus.notes:
         console.say(note, "yellow")
     if corpus.left_out and is_first():
-        (run_dir / LEFT_OUT).write_text("\n".join(corpus.left_out) + "\n", encoding="utf-8")
+        write_lines(run_dir / LEFT_OUT, corpus.left_out)
         console.say(f"each is named in {run_dir / LEFT_OUT}", "yellow")
     config = check_precision(config, console)
     trainer = _start(config, corpus, run_dir, resume, console)

@@ -94,6 +94,8 @@ def read_texts(path: Path, tokenizer: Any, length: int) -> Texts:
     require_text(path)
     read = [(line, *_find_text(row)) for line, row in read_jsonl(path)]
     latents = map_array(beside)
+    if latents.dim() not in (2, 3):
+        raise UsageError(f"{beside} has the shape {list(latents.shape)}. Write latents [N, D] or [N, T, D].")
     if len(read) != len(latents):
         raise UsageError(f"{path} has {len(read)} texts, and {beside.name} {len(latents)} latents. Write one for each.")
     faults = {row: fault for row, (_, _, fault) in enumerate(read) if fault}

@@ -30,6 +30,8 @@ NUMBERS: dict[str, tuple[str, float]] = {
 """Column -> our feature, and the factor between their units."""
 THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
 """A number whose commas separate thousands."""
+DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+")
+"""A number as spreadsheets of many countries write it; not one of English thousands, which are looked for first."""
 
 
 def is_export(line: Mapping[str, Any]) -> bool:
@@ -46,7 +48,7 @@ def find_fault(line: Mapping[str, Any]) -> str | None:
 
 
 def read_export(line: Mapping[str, Any], *, prefix: str) -> tuple[dict[str, float], str]:
-    """Return features and text; columns that begin with `prefix` are scores."""
+    """Return features and text; columns that begin with `prefix` are scores. ValueError: a number cannot be read."""
     features: dict[str, float] = {}
     for name, value in line.items():
         if name and not name.startswith(prefix) and name not in TEXTS and name not in ADDRESSES:
@@ -54,11 +56,18 @@ def read_export(line: Mapping[str, Any], *, prefix: str) -> tuple[dict[str, floa
             if number is not None:
                 known, factor = NUMBERS.get(name, (name, 1.0))
                 features[known] = number * factor
+            # Left out, either would count as 0 in silence
+            elif value and (name in NUMBERS or DECIMAL_COMMA.fullmatch(_strip(value))):
+                raise ValueError(f"{name} is {str(value)[:40]!r}, not a number; decimals have a point")
     return features, " ".join(str(line[name]) for name in TEXTS if line.get(name))
 
 
+def _strip(value: Any) -> str:
+    return str(value).strip().rstrip("%")
+
+
 def _as_number(value: Any) -> float | None:
-    text = str(value).strip().rstrip("%")
+    text = _strip(value)
     try:
         number = float(text.replace(",", "") if THOUSANDS.fullmatch(text) else text)
     except ValueError:

@@ -16,6 +16,7 @@ from steadygrad_recipes.seo.features import parse_page
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 from steadygrad_recipes.seo.readers import PAGES, Row, is_table, read_unscored, require_html
 from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
+from steadygrad_recipes.tables import write_lines
 
 NUM_SHOWN = 5
 LEFT_OUT = "left_out.txt"
@@ -78,7 +79,7 @@ def print_data(data: SEOData, run_dir: Path, console: Any) -> None:
     scores = ", ".join(data.names.metrics)
     console.say(f"{num_train} pages to train on, {num_val} to validate; {len(data.names.features)} features; {scores}")
     if data.left_out and is_first():
-        (run_dir / LEFT_OUT).write_text("\n".join(data.left_out) + "\n", encoding="utf-8")
+        write_lines(run_dir / LEFT_OUT, data.left_out)
         console.say(f"{len(data.left_out)} rows were left out, each is named in {run_dir / LEFT_OUT}:", "yellow")
         for line in data.left_out[:NUM_SHOWN]:
             console.say(f"  {line}", "yellow")
@@ -107,11 +108,14 @@ def predict_page(config: UltraOptimizedConfig, path: str, *, run_dir: Path, cons
     step = load_trained(run_dir, model)
     model.eval()
     console.say(f"Scores by {run_dir}, trained for {step} steps:", "bold")
-    for place, row in rows:
-        require_known(place, row, names)
+    known = [(place, row) for place, row in rows if knows(row, names)]
+    if not known:
+        raise UsageError(_spell_unknown(*rows[0], names))
+    left_out += [_spell_unknown(place, row, names) for place, row in rows if not knows(row, names)]
+    for place, row in known:
         scores = score_row(row, model, names, config)
         console.say(f"{place}: " + ", ".join(f"{name}={value:.1f}" for name, value in scores.items()))
-    absent = [name for name in names.features if any(name not in row.features for _, row in rows)]
+    absent = [name for name in names.features if any(name not in row.features for _, row in known)]
     if absent:
         shown = ", ".join(absent[:NUM_SHOWN]) + (", ..." if len(absent) > NUM_SHOWN else "")
         console.say(f"counted as 0 where a row does not have them, as in training: {shown}", "yellow")
@@ -141,12 +145,14 @@ def _read_subjects(path: Path) -> tuple[list[tuple[str, Row]], list[str]]:
     return rows, left_out
 
 
-def require_known(place: str, row: Row, names: Names) -> None:
-    """Raise UsageError if the model was trained on features of which this row has none."""
-    if not names.features or set(names.features) & set(row.features):
-        return
+def knows(row: Row, names: Names) -> bool:
+    """Return whether the row has any of the features that the model was trained on, if it was on any."""
+    return not names.features or bool(set(names.features) & set(row.features))
+
+
+def _spell_unknown(place: str, row: Row, names: Names) -> str:
     has, wants = ", ".join(list(row.features)[:5]) or "none", ", ".join(names.features[:5])
-    raise UsageError(
+    return (
         f"{place} has none of the features that this run was trained on. It has {has}; the run wants {wants}. "
         "Give rows with those columns, or a run that was trained on such pages."
     )

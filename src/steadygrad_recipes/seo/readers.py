@@ -9,6 +9,7 @@ other, is named with its line, and is never lost silently.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any
 from steadygrad.errors import UsageError
 from steadygrad_recipes.seo.crawl import ADDRESSES, find_fault, is_export, read_export
 from steadygrad_recipes.seo.features import FEATURES, decode_page, parse_page
-from steadygrad_recipes.tables import Numbered, read_csv, read_jsonl, require_text
+from steadygrad_recipes.tables import Numbered, read_csv, read_jsonl, require_text, resolve_inside
 
 PREFIX = "score_"
 RESERVED = ("file", "html", "text", "scores", "features")
@@ -105,6 +106,8 @@ def require_html(path: Path) -> str:
     """Return the text of a page; raise UsageError for a file that is none."""
     try:
         return _require_page(decode_page(path.read_bytes()))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Give another page.") from None
     except BadRow as bad:
         raise UsageError(
             f"{path} {bad}. Give a page, a folder of pages, or a .csv or .jsonl table of feature rows."
@@ -128,7 +131,8 @@ def _read_folder(folder: Path) -> Rows:
         raise UsageError(f"{folder} has {have}. Write one of them, with a row for each page: file, score_overall.")
     table = tables[0]
     read = _read_table(table)
-    named = {str(line["file"]) for _, line in _read_lines(table) if isinstance(line, Mapping) and line.get("file")}
+    lines = [line for _, line in _read_lines(table) if isinstance(line, Mapping)]
+    named = {os.path.normpath(str(line["file"])) for line in lines if line.get("file")}
     pages = sorted(page.relative_to(folder).as_posix() for page in folder.rglob("*") if page.suffix.lower() in PAGES)
     read.left_out += [f"{page}: has no row in {table.name}" for page in pages if page not in named]
     return read
@@ -140,9 +144,10 @@ def _read_table(table: Path) -> Rows:
     for where, line in _read_lines(table):
         try:
             row = _read_row(line, table.parent)
-            file = str(line.get("file") or where)
-            if seen.setdefault(file, where) != where:  # the same page to train on and to validate
-                raise BadRow(f"file {file} has a row already, {seen[file]}")
+            page = name_row(where, line)
+            first = seen.setdefault(os.path.normpath(page) if line.get("file") else page, where)
+            if first != where:  # the same page to train on and to validate
+                raise BadRow(f"{page} has a row already, {first}")
             read.rows.append(row)
         except BadRow as bad:
             read.left_out.append(f"{where}: {bad}")
@@ -170,8 +175,10 @@ def _read_row(line: Any, folder: Path, *, needs_scores: bool = True) -> Row:
         fault = find_fault(line)
         if fault is not None:
             raise BadRow(f"{name_row('', line)} {fault}")
-        features, text = read_export(line, prefix=PREFIX)
-        return Row(features, text, scores)
+        try:
+            return Row(*read_export(line, prefix=PREFIX), scores)
+        except ValueError as error:
+            raise BadRow(str(error)) from None
     html = _find_html(line, folder)
     if html is not None:
         page = parse_page(html)
@@ -182,7 +189,9 @@ def _read_row(line: Any, folder: Path, *, needs_scores: bool = True) -> Row:
     pairs = {n: v for n, v in line.items() if n and not _is_other(n)} if given is None else given
     # None is an empty cell, as in a CSV
     features = {str(name): _as_number(value, str(name)) for name, value in pairs.items() if value is not None}
-    text = str(line.get("text") or "")
+    text = line.get("text") or ""
+    if not isinstance(text, str):
+        raise BadRow(f"text is {type(text).__name__}, not text")
     if not features and not text:
         raise BadRow("has neither file nor html nor features nor text")
     return Row(features, text, scores)
@@ -198,15 +207,11 @@ def _find_html(line: Mapping[str, Any], folder: Path) -> str | None:
             raise BadRow(f"html {bad}") from None
     if not line.get("file"):
         return None
-    # Resolved before the test, so that neither `..` nor a link leads out of the folder
-    page = (folder / str(line["file"])).resolve()
-    if not page.is_relative_to(folder.resolve()):
-        raise BadRow(f"file {line['file']} lies outside {folder}")
     try:
-        return _require_page(decode_page(page.read_bytes()))
+        return _require_page(decode_page(resolve_inside(folder, str(line["file"])).read_bytes()))
     except OSError as error:
         raise BadRow(f"file {line['file']} cannot be read: {error.strerror}") from None
-    except BadRow as bad:
+    except (ValueError, BadRow) as bad:
         raise BadRow(f"file {line['file']} {bad}") from None
 
 
@@ -219,6 +224,9 @@ def _read_scores(line: Mapping[str, Any], *, needs_scores: bool) -> dict[str, fl
     scores = {str(name): _as_number(value, str(name)) for name, value in pairs.items() if value is not None}
     if not scores and needs_scores:
         raise BadRow(f"has no score: no column that begins with {PREFIX}, no scores object")
+    truth = next((name for name, value in pairs.items() if isinstance(value, bool)), None)
+    if truth is not None:
+        raise BadRow(f"{truth} is {pairs[truth]}, not a number")
     large = next((name for name, score in scores.items() if abs(score) > LARGEST), None)
     if large is not None:
         raise BadRow(f"{large} is {scores[large]:g}, too large a score")

@@ -52,6 +52,7 @@ from steadygrad_recipes.sft.model import add_lora, open_model
 from steadygrad_recipes.sft.quiet import quiet_libraries, use_few_threads
 from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
 from steadygrad_recipes.stopping import listen
+from steadygrad_recipes.tables import write_lines
 
 _transformers = import_extra("transformers", "transformers", what="the recipe sft")
 _Trainer: Any = _transformers.Trainer
@@ -173,7 +174,7 @@ def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: s
         check_answer(checker, examples.training[0].completion, examples.training[0].completion)
     if examples.left_out and is_first():
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / LEFT_OUT).write_text("\n".join(examples.left_out) + "\n", encoding="utf-8")
+        write_lines(run_dir / LEFT_OUT, examples.left_out)
     with quiet_libraries(), use_few_threads(config):
         trained = _train(config, examples, run_dir, console, checkpoint, checker)
     if is_first():

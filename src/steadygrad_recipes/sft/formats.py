@@ -13,7 +13,15 @@ from typing import Any
 
 from steadygrad.errors import ConfigError
 from steadygrad.extras import import_extra
-from steadygrad_recipes.tables import parse_json, read_csv, read_jsonl, read_lines, require_text
+from steadygrad_recipes.tables import (
+    HALF_PAIR,
+    parse_json,
+    read_csv,
+    read_jsonl,
+    read_lines,
+    require_text,
+    require_unicode,
+)
 
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -62,8 +70,9 @@ def _read_text(path: Path) -> Iterator[Placed]:
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
+    text = path.read_bytes()
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(text)
     except ValueError as error:
         if "Extra data" in str(error):  # JSON lines under another name
             yield from _read_jsonl(path)
@@ -72,7 +81,17 @@ def _read_json(path: Path) -> Iterator[Placed]:
     rows = _find_rows(path, content) if isinstance(content, Mapping) else content
     if not isinstance(rows, list):
         raise ConfigError(f"{path} holds {type(content).__name__}, not a list of rows. Give a list of objects.")
-    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+    has_halves = HALF_PAIR.search(text) is not None
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}: row {number}", _find_halves(row) or row if has_halves else row
+
+
+def _find_halves(row: Any) -> ValueError | None:
+    try:
+        require_unicode(row)
+    except ValueError as error:
+        return error
+    return None
 
 
 def _find_rows(path: Path, content: Mapping[str, Any]) -> list[Any]:
@@ -92,6 +111,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     parquet = import_extra("data", "pyarrow.parquet", what=f"reading {path.name}", error=ConfigError)
     try:
         table = parquet.read_table(path)
+        table.validate(full=True)  # text that is not UTF-8 would raise only when it is read
     except Exception as error:  # pyarrow's own kinds of exceptions
         raise ConfigError(f"{path} cannot be read as a parquet file: {spell_reason(error)}. Write it again.") from None
     yield from _number_rows(path, table.to_pylist())
@@ -156,15 +176,17 @@ def find_prompt(row: Mapping[str, Any]) -> Any:
     for chat in CHATS:
         if isinstance(row.get(chat), list) and row[chat]:
             named = _name_roles(row[chat])
-            return named[:-1] if named[-1]["role"] == "assistant" and len(named) > 1 else named
+            asked = named[:-1] if named[-1]["role"] == "assistant" and len(named) > 1 else named
+            _require_texts(asked)
+            return asked
     if "instruction" in row:
         return _join_instruction(row)
-    asked = next((row[prompt] for prompt, _ in PAIRS if prompt in row), row.get("text"))
-    if asked is None:
+    question = next((row[prompt] for prompt, _ in PAIRS if prompt in row), row.get("text"))
+    if question is None:
         raise ValueError(
             f"no `prompt`, `messages`, `instruction`, `question`, `input` or `text`; it has {', '.join(map(str, row))}"
         )
-    return asked
+    return question
 
 
 def _join_instruction(row: Mapping[str, Any]) -> str:
@@ -198,6 +220,7 @@ def _split_chat(value: Any) -> tuple[Any, Any]:
         raise ValueError(f"the last message is {last['role']}'s; there is no answer of the assistant to learn")
     if last.get("tool_calls"):
         raise ValueError("the answer of the assistant calls tools, which cannot be learned here")
+    _require_texts(messages)
     return messages[:-1], last["content"]
 
 
@@ -209,6 +232,16 @@ def _name_roles(messages: list[Any]) -> list[dict[str, Any]]:
             raise ValueError("a message needs `role` and `content`, or ShareGPT's `from` and `value`")
         # Arrow gives every message every key, most of them None
         rest = {name: value for name, value in one.items() if name not in ("from", "value") and value is not None}
-        role = str(one.get("role") or one.get("from"))
+        role = one.get("role") or one.get("from")
+        if not isinstance(role, str):
+            raise ValueError(f"the role of a message is {type(role).__name__}, not text")
         named.append({**rest, "role": ROLES.get(role, role), "content": one.get("content", one.get("value"))})
     return named
+
+
+def _require_texts(messages: list[dict[str, Any]]) -> None:
+    """Raise ValueError for a content that is a list of parts, or null beside tool calls."""
+    for number, one in enumerate(messages, start=1):
+        if not isinstance(one["content"], str):
+            found = type(one["content"]).__name__
+            raise ValueError(f"the content of message {number}, of {one['role']}, is {found}, not text")

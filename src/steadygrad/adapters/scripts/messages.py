@@ -107,7 +107,7 @@ class Terminal(Sink):
     def _spell_cause(self, cause: Cause, step: int) -> str:
         """Return the cause in full, or in a line if the same bug was printed before."""
         first = self._known_causes.setdefault(cause.identity, step)
-        return str(cause) if first == step else f"{cause.brief}: the same cause as at step {first}"
+        return str(cause) if first == step else cause.refer_to(first)
 
 
 class Voice(Sink):

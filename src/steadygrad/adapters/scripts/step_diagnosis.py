@@ -20,6 +20,7 @@ from steadygrad.adapters.scripts.callers import Callers
 from steadygrad.adapters.scripts.together import Together
 from steadygrad.config import DiagnoseConfig
 from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.diagnosis import unknown
 from steadygrad.diagnose.investigator import MOST_CAPTURES, Investigator
 from steadygrad.diagnose.live import LiveTrace
 from steadygrad.diagnose.unrepeated import OUTSIDE
@@ -32,6 +33,11 @@ LIVE_STEPS = 32
 LIVE_CAUSES = 3
 """Causes found in this way after which no further step is watched."""
 NO_LOSS = "the code that computes the loss could not be run again."
+NOT_SEEN = (
+    "Nothing could be replayed: no call of the model was seen in this step. A model that is compiled as a whole shows "
+    "none (TORCH_COMPILE_DISABLE=1 in the environment runs it eagerly), nor does one inside vmap, or one called "
+    "with another model's output."
+)
 WATCHES_ON = (
     "The model's forward is healthy when it is replayed, so the cause is in the loss or around it. The next steps "
     "are watched op by op, slowly: if one of them is bad, its line is named."
@@ -138,6 +144,8 @@ class StepDiagnosis:
     def _replay(self, reading: Reading, began_on: tuple[int, ...]) -> Cause | None:
         """Replay the loss as the script computes it; where that explains nothing, the model's forward alone."""
         calls = self._investigator.take()
+        if not calls and not self._losses and self._together.ranks is None:
+            return unknown(NOT_SEEN)
         # With shards, all ranks enter each replay at once: the cause is the same on each, so they take the same branch.
         cause = self._replay_once(self._losses, reading, began_on)
         if cause is None or cause.phase == "unknown" or cause.kind == "error":

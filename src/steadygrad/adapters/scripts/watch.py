@@ -337,6 +337,8 @@ class Watch:
         self._uncleared = UnclearedGradientsWatch(named)
         if self._judgement is None:
             self._judgement = self._open_judgement([name for name, _ in named])
+            hear = call_weakly(self._judgement, lambda judgement, fact: judgement.hear(fact))
+            self._program.own_loads.report = hear
             self._waits = watch_ranks(
                 None,
                 # Weakly: a thread that is the last to drop the model ends its process group too, and may deadlock.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from steadygrad.diagnose.explanations.conditions import (
     HALF,
+    both,
     comes_from,
     either,
     feeds,
@@ -32,7 +33,12 @@ OF_PROBABILITIES = (
     Entry(
         name="log_of_chosen_probability",
         ops=LOGS,
-        conditions=(has_zeros(), comes_from("softmax"), either(comes_from(*PICKS), goes_to(*PICKS))),
+        conditions=(
+            has_zeros(),
+            comes_from("softmax"),
+            # A product after the pick, as with a weight of 0, may be what made the zero.
+            either(made_by(*PICKS), both(made_by("softmax"), goes_to(*PICKS))),
+        ),
         why="the chosen class or action has a probability of exactly 0, and log(0) is -inf",
         evidence=count_zeros(),
         fixes=(

@@ -33,6 +33,7 @@ LABELS = {
     "op": "operation",
     "module": "module",
     "node": "autograd node",
+    "in_custom_backward": "in a custom backward or hook",
     "caller": "called from",
     "name": "known as",
     "samples": "samples of the batch",
@@ -221,7 +222,7 @@ def is_code(text: str) -> bool:
 
 def _is_shown(key: str, value: Any) -> bool:
     """Return whether a field is worth showing; an empty module name is: it means the model itself."""
-    return value is not None and value != [] and (value != "" or key == "module")
+    return value is not None and value is not False and value != [] and (value != "" or key == "module")
 
 
 def _spell_field(key: str, value: Any) -> str:
