@@ -1,6 +1,6 @@
 """transformers' Trainer: one callback. A tiny Llama learns from texts made here; one batch has every label masked.
 
-The plain Trainer logs that batch as a loss of 0 and goes on. With the callback the log shows the NaN, the step is
+The plain Trainer logs that batch as a loss of 0 and continues. With the callback the log shows the NaN, the step is
 skipped, and the record says why.
 
     pip install 'steadygrad[transformers]'

@@ -1,6 +1,6 @@
 """trl's SFTTrainer: the callback of transformers guards it too. Nothing is downloaded.
 
-A word was added with a row of zeros, and the norm has no epsilon: 0 / 0. The step that meets that word is skipped.
+A word was added with a row of zeros, and the norm has no epsilon: 0 / 0. The step with that word is skipped.
 
     pip install 'steadygrad[transformers]' trl
     python examples/trl_sft.py

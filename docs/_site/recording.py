@@ -48,7 +48,7 @@ def draw(lines: list[tuple[str, str, float]]) -> str:
     width = LEFT * 2 + int(WIDTH * CHARACTER)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        "<title>What steadygrad demo prints: the unguarded training dies, the guarded one goes on</title>",
+        "<title>What steadygrad demo prints: the unguarded training dies, the guarded one keeps learning</title>",
         "<style>text{font:13px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#e6edf3;white-space:pre}"
         "@media (prefers-reduced-motion:no-preference){text{animation:show .01s both}}"
         "@keyframes show{from{opacity:0}to{opacity:1}}</style>",

@@ -37,7 +37,7 @@ FAMILIES = {
     "inputs": "Inputs",
     "activations": "Activations",
     "parameters": "Weights",
-    "graph": "The program, looked at once",
+    "graph": "The program, checked once",
     "call_order": "The order of calls",
     "schedule": "The schedule",
     "model_scan": "The optimizer and the model",

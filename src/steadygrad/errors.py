@@ -60,7 +60,7 @@ class UnsupportedError(SteadygradError, TypeError):
 
 
 class TrainingHalted(SteadygradError, RuntimeError):
-    """Training was ended on purpose; `incidents` holds the whole story."""
+    """Training was ended on purpose; `incidents` holds every incident of the run."""
 
     def __init__(self, message: str, incidents: tuple[Incident, ...] = ()) -> None:
         super().__init__(message)

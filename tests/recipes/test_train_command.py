@@ -206,7 +206,7 @@ def test_the_help_of_the_recipes_does_not_load_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "--predict PATH  scores by a trained run: of an HTML page" in " ".join(done.stdout.split("\n"))
+    assert "--predict PATH  score an HTML page, a folder of them" in " ".join(done.stdout.split("\n"))
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_an_unfolded_incident_shows_action_reason_and_fixes(tmp_path: Path) -> N
     assert read_pairs(incident, "div/dl") == [
         ("kind", "nonfinite_loss"),
         ("what was done", "halved"),
-        ("why that", "it must not reach a weight"),
+        ("reason", "it must not reach a weight"),
         ("before", "lr 0.0003"),
         ("after", "lr 0.00015"),
         ("what to change", "Add an epsilon before the square root."),

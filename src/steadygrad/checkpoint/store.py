@@ -129,7 +129,7 @@ class CheckpointStore:
         may_be_nonfinite: Collection[str] = (),
         about: Mapping[str, Any] | None = None,
     ) -> Save:
-        """Save the state before step `step`. Returns when training may go on; `Save.wait()` waits for the disk.
+        """Save the state before step `step`. Returns when training may continue; `Save.wait()` waits for the disk.
 
         NonFiniteStateError names the tensors that are not finite, unless they are in `may_be_nonfinite` or `clean` is
         true. A failing disk does not raise: see `Save.error`.

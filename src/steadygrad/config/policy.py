@@ -32,13 +32,13 @@ class Policy:
     """False: only watch. Non-finite steps are still kept from the weights, as `GuardConfig.on_nonfinite` says."""
     require_proof: bool = True
     """True: act on finite numbers only after the paired test has shown that the weights were harmed. False: act at
-    once, by the table of `Policy.eager()`. Your own answers in `actions` need no proof."""
+    once, by the table of `Policy.eager()`. Your own responses in `actions` need no proof."""
     change_hyperparameters: bool = True
     """Whether learning rate and weight decay may be changed; if not, the next action is taken instead."""
     halt_at: Severity | None = None
     """End the run at the first finding this severe."""
     actions: Mapping[str, Action] = field(default_factory=dict)
-    """Your own answers to findings above info, by kind: `{"loss_spike": Action.ROLLBACK}`; `none` only reports it."""
+    """Your own responses to findings above info, by kind: `{"loss_spike": Action.ROLLBACK}`; `none` only reports it."""
     nonfinite_steps_to_scale_lr: int = 3
     """Non-finite steps in a row that lower the learning rate."""
     nonfinite_steps_to_rollback: int = 10
@@ -53,7 +53,7 @@ class Policy:
     weight_decay_factor: float = 1.5
     """What the weight decay is multiplied by on overfitting."""
     clip_factor: float = 0.5
-    """What the threshold of FixedNorm is multiplied by where your own answer is `tighten_clip`."""
+    """What the threshold of FixedNorm is multiplied by where your own response is `tighten_clip`."""
     rollbacks_to_halt: int = 3
     """The rollback that halts instead, when none of those before it helped for 100 steps."""
     max_lr_changes: int = 3

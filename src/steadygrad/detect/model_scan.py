@@ -115,7 +115,7 @@ class NotFrozen(OnceRule[ModelScan]):
 
 
 class WrongGroup(OnceRule[ModelScan]):
-    """A parameter group has an option that the optimizer does not know, or a parameter that stands in it twice."""
+    """A parameter group has an option that the optimizer does not know, or lists a parameter twice."""
 
     name = "wrong_group"
     hears = (ModelScan,)
@@ -126,7 +126,7 @@ class WrongGroup(OnceRule[ModelScan]):
             num = spell_count(len(fact.doubled), "parameter")
             return self.report(
                 step=fact.step,
-                message=f"{num} twice in one group, so that each step updates them twice: {show(list(fact.doubled))}",
+                message=f"{num} twice in one group, so each step updates them twice: {show(list(fact.doubled))}",
                 advice="Pass each parameter once: list(dict.fromkeys(parameters)) keeps their order.",
                 evidence={"parameters": list(fact.doubled[:SHOWN]), "num_parameters": len(fact.doubled)},
             )
@@ -229,7 +229,7 @@ class StaleSave(OnceRule[ModelScan]):
 
 
 class IdleLoaded(OnceRule[IdleLoad]):
-    """A module is given its own weights by `load_state_dict`: what it should bring back, or copy, is not a copy."""
+    """`load_state_dict` gives a module its own weights: the state that it should restore or copy is not a copy."""
 
     name = "idle_load"
     hears = (IdleLoad,)
@@ -237,7 +237,8 @@ class IdleLoaded(OnceRule[IdleLoad]):
     def judge(self, fact: IdleLoad) -> Finding | None:
         """Return the finding: the watch reports only loads that cannot have an effect."""
         if fact.is_earlier:
-            message = "a state_dict() of the model that was taken earlier holds the present weights, not those of then"
+            message = "a state_dict() of the model that was taken earlier holds the current weights, not the earlier "
+            "ones"
             advice = "Copy it when you take it: copy.deepcopy(model.state_dict()). It returns the weights themselves."
         else:
             message = f"a {fact.module} that is not trained is loaded with its own weights again and again"

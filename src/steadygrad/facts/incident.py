@@ -118,7 +118,7 @@ class Incident:
     def _repr_html_(self) -> str:
         rows = [] if self.cause is None else self.cause.rows()
         also = [("also", f"{other.kind}: {other.message}") for other in self.also]
-        done = [("done", self.outcome.message), ("why that", self.verdict.reason)]
+        done = [("done", self.outcome.message), ("reason", self.verdict.reason)]
         title = f"{self.finding.when}: {self.finding.kind}"
         return show_card(title, self.finding.severity, [*rows, *_list_finding(self.finding), *done, *also])
 

@@ -258,7 +258,7 @@ class Guard:
             self._epochs.end()
 
     def scale_lr(self, factor: float, reason: str) -> None:
-        """Multiply the learning rate by `factor`, lastingly under any scheduler; `reason` goes into the ledger.
+        """Multiply the learning rate by `factor`, which persists under any scheduler; `reason` is recorded.
 
         With several ranks, call it on each.
         """
@@ -298,7 +298,7 @@ class Guard:
         steps: int = 100,
         microbatches: int = 1,
     ) -> RateCurve:
-        """Try rising learning rates on this training, then put it back bit for bit.
+        """Try rising learning rates on this training, then restore it bit for bit.
 
         `fn(batch)` is the function passed to `guard.step`; `microbatches` batches make a step. `result.suggested` is
         the rate to train with, `result.plot(path)` draws the curve; docs/tune.md explains how to read it.

@@ -47,8 +47,8 @@ def masked_cross_entropy(
 ) -> Tensor:
     """Return `F.cross_entropy` over class dimension `dim` (-1 for logits [batch, time, class]).
 
-    A place takes no part if its label is `ignore_index`, if `mask` is False there, or if all its logits are -inf;
-    nothing that stands there matters. `label_smoothing` is spread over the classes that are not -inf. `z_loss` adds
+    A position is ignored if its label is `ignore_index`, if `mask` is False there, or if all its logits are -inf;
+    its values do not matter. `label_smoothing` is spread over the classes that are not -inf. `z_loss` adds
     that much of the squared log-partition, which keeps logits from drifting. `ceiling` bounds the result; above it the
     gradient is 0.
     """
@@ -106,7 +106,7 @@ def focal(
 ) -> Tensor:
     """Return the binary focal loss (arXiv 1708.02002): alpha_t · (1 - p_t)^gamma · BCE; no alpha_t if alpha is None.
 
-    The power is formed as exp(gamma · log(1 - p_t)), whose gradient is finite also for gamma below 1.
+    The power is formed as exp(gamma · log(1 - p_t)), whose gradient is finite even for gamma below 1.
     """
     factor = alpha if isinstance(alpha, Tensor) else None
     _check_binary("focal", logits, target, reduction, mask=mask, alpha=factor)
@@ -136,7 +136,7 @@ def stable_kl(
 ) -> Tensor:
     """Return KL(target || input), as `F.kl_div`: `input` holds log-probabilities, `target` probabilities or their logs.
 
-    Classes that the target gives no probability count 0, also where the input is -inf (plain: NaN). `from_logits` takes
+    Classes that the target gives no probability count 0, even where the input is -inf (plain: NaN). `from_logits` takes
     logits on both sides, over class dimension `dim`. "batchmean", the default, divides by the first dimension: that is
     the divergence; "mean" divides by the number of elements, as torch's default does.
     """

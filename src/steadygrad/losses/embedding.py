@@ -36,7 +36,7 @@ def normalized_mse(
 ) -> Tensor:
     """Return the mean squared error after bringing both to unit norm along `dim`: at most 4 / (size of dim).
 
-    `mask` has the shape without `dim`: False leaves that vector out, whatever stands there.
+    `mask` has the shape without `dim`: False leaves that vector out, whatever it contains.
     """
     axes, mask = _check_latents(prediction, target, mask, dim, reduction)
     vectors = [widen(prediction), widen(target)]

@@ -123,7 +123,7 @@ class ActivationMonitor:
 
     `training_only` leaves out what runs in eval mode. `zero_threshold` is what `sparsity` calls zero. `bounds` adds
     (low, high) ranges of your own bounded modules, by class. A tuple, list or dict counts by its first tensor; outputs
-    that are not real floating-point tensors are passed over. Functional calls (`F.relu`) are not modules and go unseen,
+    that are not real floating-point tensors are ignored. Functional calls (`F.relu`) are not modules and go unseen,
     nor is anything inside a `torch.compile`d graph, which these hooks neither break nor enter. A failing hook is
     reported once and all are removed.
     """
@@ -191,7 +191,7 @@ class ActivationMonitor:
     def detect_dead_neurons(self, threshold: float = 1e-6) -> dict[str, float]:
         """Module name -> share of units with |x| <= `threshold` in every output observed; one host read.
 
-        Units are channels (dim 1) behind convolutions and batch norms, the last dimension elsewhere.
+        Units are channels (dim 1) after convolutions and batch norms, the last dimension elsewhere.
         """
         _require_zero_threshold(threshold, "detect_dead_neurons(threshold)")
         counts = {name: _count(u <= threshold for u in seen.peaks.values()) for name, seen in self._observed.items()}

@@ -24,7 +24,7 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 
 
 class GradientNoise:
-    """Adds the noise of one step after the other; `step` counts them and is saved."""
+    """Adds the noise of each step; `step` counts them and is saved."""
 
     def __init__(self, noise_std: float = 0.1, *, gamma: float = 0.55, seed: int = 0) -> None:
         _check(noise_std, gamma)

@@ -61,7 +61,7 @@ def load_checkpoint(
     """Copy the weights at `path` into `model`.
 
     `strict`: everything must fit, or MismatchError names what does not; otherwise what fits is loaded and the rest
-    reported. `prefix`: what stands before the model's names in the file, if that is ambiguous, for example "ema.".
+    reported. `prefix`: what precedes the model's names in the file, if that is ambiguous, for example "ema.".
     Weights with NaN or Inf are refused unless `allow_nonfinite`. Objects of a program's own classes are left out.
     `trust` runs what the file asks for, as `torch.load` does: only for files whose origin you know.
     """

@@ -27,7 +27,7 @@ _CLASSES = {
 LOOP = "Lightning"
 FIXED = ("seed", "num_synthetic", "val_share")
 ALIASES = {"lr": "learning_rate"}
-PREDICT = "what a run finds nearest to a picture or a text; of a folder of classes, the zero-shot accuracy"
+PREDICT = "find what is nearest to a picture or a text, or the zero-shot accuracy on a folder of classes"
 QUICK = {
     "batch_size": 8,
     "epochs": 8,

@@ -72,7 +72,7 @@ class Clip6dConfig(BatchSettings):
     """A complete training. Without `data`, a small set of coloured shapes with captions in five languages is made."""
 
     data: str | None = None
-    """Folder with COCO-style `captions_<language>.json` files, or of .tar or .parquet shards; none: a set is made."""
+    """Folder with COCO-style `captions_<language>.json` files, or of .tar or .parquet shards; none: generated."""
     images: str = "images"
     """Folder of the images, inside `data` or anywhere else."""
     modalities: tuple[str, ...] = ("image", "en", "de", "es", "zh", "vector")

@@ -18,7 +18,7 @@ Config = CodConfig
 SUMMARY = "two-stage segmentation of camouflaged objects"
 _CLASSES = {"CamouflageNet": "model", "CodTrainer": "trainer"}
 """Name -> module, for `__getattr__`."""
-PREDICT = "masks of a picture, or of a folder of them, by a trained run; written into its predictions"
+PREDICT = "segment a picture, or a folder of them, with a trained run; the masks go into its predictions folder"
 TAKES_WEIGHTS = True
 FIXED = ("seed", "num_made")
 """--resume may name a file from another program, such as `best_model.pth`."""

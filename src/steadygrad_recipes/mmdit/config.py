@@ -20,7 +20,7 @@ class DataConfig:
     """Which texts and latents to learn."""
 
     path: str | None = None
-    """Folder of .safetensors, .npz, .npy or .jsonl files with texts and latents; None: a small made-up set."""
+    """Folder of .safetensors, .npz, .npy or .jsonl files with texts and latents; None: a small synthetic set."""
     tokenizer: str | None = None
     """Folder of a tokenizer, as transformers saves it, for .jsonl files of texts."""
     max_text: int = 256

@@ -28,7 +28,7 @@ _CLASSES = {
 }
 """Name -> module, for `__getattr__`."""
 ALIASES = {"lr": "learning_rate"}
-PREDICT = "scores by a trained run: of an HTML page, a folder of them, or each row of a .csv or .jsonl table"
+PREDICT = "score an HTML page, a folder of them, or each row of a .csv or .jsonl table, with a trained run"
 DESCRIBED_IN = ("seo.json",)
 FIXED = ("seed", "num_synthetic", "val_share")
 QUICK = {"epochs": 12, "num_synthetic": 400, "hidden": 64, "text_dim": 32, "num_buckets": 2048}

@@ -1,4 +1,4 @@
-"""Divisions by 0: by an empty mask, a zero vector, a constant row, an eps that float16 rounds away; and 0 * inf."""
+"""Divisions by 0: by an empty mask, a zero vector, a constant row, an eps that is 0 in float16; and 0 * inf."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exponentials and their kin, which leave float32 at 88 and float16 at 11, and the ready-made functions that do not."""
+"""Exponentials and related functions, which overflow at 88 in float32 and 11 in float16, and the ones that do not."""
 
 from __future__ import annotations
 

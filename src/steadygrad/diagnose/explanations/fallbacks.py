@@ -1,4 +1,4 @@
-"""What can be said when no entry knows the op: by kind, phase and dtype. True for every such failure, never empty."""
+"""What can be said about an op without an entry, by kind, phase and dtype. True for every such failure, never empty."""
 
 from __future__ import annotations
 

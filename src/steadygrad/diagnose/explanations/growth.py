@@ -1,4 +1,4 @@
-"""Nothing is NaN, and still something is wrong: norms that grow or die away from layer to layer, dead units."""
+"""Nothing is NaN, but something is wrong: norms that grow or vanish from layer to layer, dead units."""
 
 from __future__ import annotations
 

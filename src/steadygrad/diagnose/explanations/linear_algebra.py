@@ -1,4 +1,4 @@
-"""Decompositions of matrices that are singular or have equal values, and products that overflow."""
+"""Decompositions of matrices that are singular or have equal eigenvalues, and products that overflow."""
 
 from __future__ import annotations
 

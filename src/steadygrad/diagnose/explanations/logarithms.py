@@ -1,4 +1,4 @@
-"""Logarithms at and below 0, and the fused forms that never meet it."""
+"""Logarithms at and below 0, and the fused functions that avoid them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalisation layers without a spread to divide by, and their hand-made forms in float16."""
+"""Normalisation layers without a spread to divide by, and hand-written versions of them in float16."""
 
 from __future__ import annotations
 

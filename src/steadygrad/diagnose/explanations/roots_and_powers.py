@@ -1,4 +1,4 @@
-"""Square roots, powers and norms: slopes without end at 0, and bases below it."""
+"""Square roots, powers and norms: infinite slopes at 0, and negative bases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax and attention: rows with nothing left, masks that add up to -inf, scores that float16 cannot hold."""
+"""Softmax and attention: fully masked rows, masks that add up to -inf, scores that float16 cannot hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inverse functions at the ends of their range: angles, area functions, the error function, the gamma functions."""
+"""Inverse trigonometric, hyperbolic and error functions at the ends of their range, and the gamma functions."""
 
 from __future__ import annotations
 

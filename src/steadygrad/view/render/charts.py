@@ -33,10 +33,10 @@ CHARTS = {
 ABOUT = {
     "loss": "The marks below show what happened and when; click one to open its incident.",
     "validation": "A point for each evaluation; the thin line is the training loss.",
-    "metrics": "What else the evaluations measured.",
-    "extra": "What the program logged beside the loss.",
+    "metrics": "Other numbers from the evaluations.",
+    "extra": "Other numbers that the program logged.",
     "norm": "Before clipping, on a logarithmic scale.",
-    "rate": "The largest of the parameter groups.",
+    "rate": "The largest rate of all parameter groups.",
     "share": "In each stretch of the run.",
     "layers": "Blue is far below this run's median, red far above, by powers of ten; purple dots mark NaN or Inf.",
     "ratios": "About 1e-3 is healthy; blue barely moves, red moves too fast, by powers of ten.",

@@ -59,7 +59,7 @@ def render_top(title: str, *more: Html, has_charts: bool = True) -> Html:
     theme = tag("button", "Light / dark", type="button", id="theme", title="Key: t")
     hint = "n, p: next and previous incident · l: logarithmic loss · t: light or dark"
     keys = tag("span", hint, class_="keys") if has_charts else None
-    skip = tag("a", "To the content", href="#main", class_="skip")
+    skip = tag("a", "Skip to content", href="#main", class_="skip")
     return tag("header", skip, tag("h1", title), *more, keys, theme)
 
 

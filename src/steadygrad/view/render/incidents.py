@@ -139,7 +139,7 @@ def _list_facts(incident: Row) -> list[tuple[str, str | Html]]:
     if done:
         facts.append(("what was done", str(done)))
     if look(verdict, "reason"):
-        facts.append(("why that", str(look(verdict, "reason"))))
+        facts.append(("reason", str(look(verdict, "reason"))))
     facts += [(name, spell_value(numbers)) for name in ("before", "after") if (numbers := look(outcome, name))]
     facts += _list_others(incident)
     advice = look(incident, "finding", "advice")

@@ -116,7 +116,7 @@ def render_controls() -> Html:
         "div",
         _render_choice("smooth", "Smoothing", {"0": "off", "0.6": "some", "0.9": "more", "0.98": "most"}),
         _render_choice("scale", "Loss scale", {"auto": "auto", "linear": "linear", "log": "log"}),
-        _render_choice("across", "Across", {"step": "steps", "time": "time"}),
+        _render_choice("across", "Axis", {"step": "steps", "time": "time"}),
         class_="controls",
         role="toolbar",
         aria_label="Charts",
