@@ -38,6 +38,7 @@ import group_cases
 import load_cases
 import loss_cases
 import mode_cases
+import pixel_cases
 import program_case
 import program_cases
 import rank_cases
@@ -101,6 +102,7 @@ FAMILIES = {
     "units that stay equal": unit_cases,
     "loads that change nothing": load_cases,
     "groups and freezing": group_cases,
+    "pixels": pixel_cases,
     "seeds": seed_cases,
     "train and eval mode": mode_cases,
     "batches and their order": stream_cases,

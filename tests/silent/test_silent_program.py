@@ -10,6 +10,7 @@ import group_cases  # noqa: F401
 import load_cases  # noqa: F401
 import loss_cases  # noqa: F401
 import mode_cases  # noqa: F401
+import pixel_cases  # noqa: F401
 import pytest
 import sample_cases  # noqa: F401
 import seed_cases  # noqa: F401

@@ -15,6 +15,7 @@ from steadygrad.facts import Fact, Finding, Reading, Severity
 from steadygrad.facts.program import (
     LabelDependence,
     LabelScan,
+    PixelScan,
     RepeatedSeed,
     SingleSample,
     StoredDataChange,
@@ -261,6 +262,29 @@ class ChangedDataset(OnceRule[StoredDataChange]):
             f"standard deviation {fact.std[0]:.3g} to {fact.std[1]:.3g} between looks at the stored data",
             advice="__getitem__ changes the stored data in place: use x.sub(...), not x.sub_(...), or clone() first.",
             evidence={"name": fact.name, "changed_share": fact.changed_share, "correlation": fact.correlation},
+        )
+
+
+class PixelScale(OnceRule[PixelScan]):
+    """Images were divided by 255 twice or not at all, or normalised twice: they are not what the statistics are for."""
+
+    name = "pixel_scale"
+    hears = (PixelScan,)
+
+    def judge(self, fact: PixelScan) -> Finding | None:
+        """Return the finding: the watch reports only images that lie on the wrong grid."""
+        by = "" if fact.statistics == "0 and 1" else f" normalised with the statistics {fact.statistics}"
+        message = {
+            "divided_twice": f"the pixels{by} were divided by 255 twice: they lie between 0 and 1/255",
+            "not_divided": f"the pixels{by} lie between 0 and 255, and the statistics are for pixels between 0 and 1",
+            "normalised_twice": f"the images were normalised twice with the statistics {fact.statistics}",
+        }
+        return self.report(
+            step=fact.step,
+            message=f"{message[fact.pattern]} (input {fact.tensor})",
+            advice="Look at one batch: images.amin(), images.amax(). ToTensor divides bytes by 255, albumentations' "
+            "Normalize expects 0 to 255, and a model may normalise what it is given.",
+            evidence={"pattern": fact.pattern, "statistics": fact.statistics, "tensor": fact.tensor},
         )
 
 

@@ -276,6 +276,19 @@ class StoredDataChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PixelScan:
+    """Images on a grid of 256 values that is not the one of their statistics."""
+
+    step: int
+    tensor: str
+    """Path inside the model's arguments."""
+    statistics: str
+    """Those that they were normalised with: 'ImageNet'."""
+    pattern: str
+    """'divided_twice' (by 255), 'not_divided', 'normalised_twice'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IdleLoad:
     """A `load_state_dict` that was given the module's own tensors, and so changed nothing."""
 
@@ -318,5 +331,6 @@ ProgramFact = (
     | StoredDataChange
     | SingleSample
     | IdleLoad
+    | PixelScan
 )
 """Facts about the program, seen by each rank for itself."""

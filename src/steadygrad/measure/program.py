@@ -31,6 +31,7 @@ from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.next_token import NextTokenWatch
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.own_loads import OwnLoadWatch
+from steadygrad.measure.pixels import PixelWatch
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
 from steadygrad.measure.rows import is_readable
@@ -65,7 +66,7 @@ class ProgramWatch:
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
-        self._leaks = LeakWatch(transfer)
+        self._leaks, self._pixels = LeakWatch(transfer), PixelWatch(transfer)
         self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch(trained.model)
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
@@ -122,6 +123,8 @@ class ProgramWatch:
         self._call = (args, kwargs)
         if not self._has_batch and self._wants_batch(self._next_step):
             self._note_batch(list(find_tensors(args, kwargs)), is_given=False)
+        if self._pixels.wants_more:
+            self._try(self._pixels.note, self._next_step, args, kwargs)
         self._num_calls += 1
         if self._num_calls == 1:
             self._try(self._seeds.begin)
@@ -215,7 +218,8 @@ class ProgramWatch:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
             facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
-        for watch in (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token, self._leaks):
+        watches = (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token)
+        for watch in (*watches, self._leaks, self._pixels):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []
         return facts
