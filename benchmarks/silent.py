@@ -44,6 +44,7 @@ import program_cases
 import rank_cases
 import sample_cases
 import seed_cases
+import split_cases
 import stream_cases
 import target_cases
 import text_cases
@@ -103,6 +104,7 @@ FAMILIES = {
     "loads that change nothing": load_cases,
     "groups and freezing": group_cases,
     "pixels": pixel_cases,
+    "splits and samplers": split_cases,
     "seeds": seed_cases,
     "train and eval mode": mode_cases,
     "batches and their order": stream_cases,

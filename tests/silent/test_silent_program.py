@@ -14,6 +14,7 @@ import pixel_cases  # noqa: F401
 import pytest
 import sample_cases  # noqa: F401
 import seed_cases  # noqa: F401
+import split_cases  # noqa: F401
 import stream_cases  # noqa: F401
 import target_cases  # noqa: F401
 import text_cases  # noqa: F401

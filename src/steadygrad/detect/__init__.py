@@ -142,6 +142,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         stream.ChangedDataset(),
         stream.SingleRow(),
         stream.PixelScale(),
+        stream.WrongSplit(),
         EpsGradient(),
         # the program's calls, its model, its ranks and its number formats
         *(rule() for rule in (call_order.DividedTwice, call_order.ScaledGradient, call_order.ClearedGradient)),

@@ -65,6 +65,7 @@ CHECKS = (
             "outlier_input",
             "repeated_seed",
             "pixel_scale",
+            "wrong_split",
         ),
     ),
     Check(
