@@ -105,13 +105,16 @@ def _measure(images: Tensor) -> Tensor:
     channels = channels[:, :: max(1, channels.shape[1] // NUM_SAMPLED)][:, :NUM_SAMPLED].double()
     measured = []
     for means, deviations in STATISTICS.values():
-        mean = torch.tensor(means[: len(channels)], dtype=torch.float64, device=channels.device)[:, None]
-        deviation = torch.tensor(deviations[: len(channels)], dtype=torch.float64, device=channels.device)[:, None]
-        values = channels * deviation + mean
-        again = values * deviation + mean
+        values = _undo(channels, means, deviations)
+        again = _undo(values, means, deviations)
         for grid in (values * 255, values * 255**2, values, again * 255):
             measured += [*_look_at_grid(grid)]
     return torch.stack(measured)
+
+
+def _undo(channels: Tensor, means: Sequence[float], deviations: Sequence[float]) -> Tensor:
+    # Plain numbers: a tensor of them would be copied to the device, and wait for it.
+    return torch.stack([values * d + m for values, m, d in zip(channels, means, deviations)])
 
 
 def _look_at_grid(values: Tensor) -> tuple[Tensor, Tensor]:
