@@ -13,12 +13,12 @@ def import_extra(extra: str, *modules: str, what: str, error: type[Exception] = 
     >>> import_extra("view", "json", what="this line").__name__
     'json'
     """
-    failure: ImportError | None = None
+    failure: Exception | None = None
     for name in sorted(modules, key=lambda name: name not in sys.modules):  # False sorts first; else the given order
         try:
             return importlib.import_module(name)
-        # Also raised by an installed library that is broken, hence its text goes into the message
-        except ImportError as failed:
+        # A library that is installed but broken may raise anything: torchvision a RuntimeError beside another torch.
+        except Exception as failed:
             failure = failure or failed
     raise error(
         f"{what} needs {' or '.join(modules)}, which cannot be imported ({failure}). "

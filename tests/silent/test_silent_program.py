@@ -10,9 +10,11 @@ import group_cases  # noqa: F401
 import load_cases  # noqa: F401
 import loss_cases  # noqa: F401
 import mode_cases  # noqa: F401
+import pixel_cases  # noqa: F401
 import pytest
 import sample_cases  # noqa: F401
 import seed_cases  # noqa: F401
+import split_cases  # noqa: F401
 import stream_cases  # noqa: F401
 import target_cases  # noqa: F401
 import text_cases  # noqa: F401

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from steadygrad.facts import CallScan, Fact, Load, Misspelt, ModelScan, PrecisionScan, RankScan
-from steadygrad.facts.program import IdleLoad, Restored
+from steadygrad.facts.program import IdleLoad, PixelScan, Restored, SplitScan
 from steadygrad.facts.program_scans import PartialSave
 
 SCALED = {"scale": 65536.0, "norm_after_backward": 9e4, "norm_at_step": 9e4}
@@ -61,6 +61,8 @@ PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "equal_units": (model(8, equal_units=("0.weight",), num_steps=8), 0),
     "idle_load": (lambda: [IdleLoad(step=9, where="train.py:7", module="Net", is_earlier=True)], 9),
     "wrong_group": (model(8, misspelt=(MISSPELT,)), 0),
+    "pixel_scale": (lambda: [PixelScan(step=1, tensor="0", statistics="ImageNet", pattern="not_divided")], 1),
+    "wrong_split": (lambda: [SplitScan(step=1, num_samples=100, num_evaluated=20, num_shared=16)], 1),
     "idle_average": (model(8, idle_average=True, num_steps=100), 8),
     "ranks_differ": (ranks(differing=("head.weight",), num_compared=4), 1),
     "same_batch": (ranks(same_batch=True), 1),

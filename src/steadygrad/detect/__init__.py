@@ -141,6 +141,8 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         stream.IndependentLabels(),
         stream.ChangedDataset(),
         stream.SingleRow(),
+        stream.PixelScale(),
+        stream.WrongSplit(),
         EpsGradient(),
         # the program's calls, its model, its ranks and its number formats
         *(rule() for rule in (call_order.DividedTwice, call_order.ScaledGradient, call_order.ClearedGradient)),

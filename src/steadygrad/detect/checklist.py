@@ -57,7 +57,16 @@ CHECKS = (
     Check(
         "batches and their order",
         ("Reading",),
-        ("repeated_batch", "repeated_order", "changed_dataset", "independent_labels", "outlier_input", "repeated_seed"),
+        (
+            "repeated_batch",
+            "repeated_order",
+            "changed_dataset",
+            "independent_labels",
+            "outlier_input",
+            "repeated_seed",
+            "pixel_scale",
+            "wrong_split",
+        ),
     ),
     Check(
         "parameters and optimizer",

@@ -15,8 +15,10 @@ from steadygrad.facts import Fact, Finding, Reading, Severity
 from steadygrad.facts.program import (
     LabelDependence,
     LabelScan,
+    PixelScan,
     RepeatedSeed,
     SingleSample,
+    SplitScan,
     StoredDataChange,
     StreamScan,
 )
@@ -261,6 +263,64 @@ class ChangedDataset(OnceRule[StoredDataChange]):
             f"standard deviation {fact.std[0]:.3g} to {fact.std[1]:.3g} between two scans of the stored data",
             advice="__getitem__ changes the stored data in place: use x.sub(...), not x.sub_(...), or clone() first.",
             evidence={"name": fact.name, "changed_share": fact.changed_share, "correlation": fact.correlation},
+        )
+
+
+class WrongSplit(OnceRule[SplitScan | LabelScan]):
+    """Validation samples are trained on, or only the first few samples are ever drawn: a split or sampler is wrong."""
+
+    name = "wrong_split"
+    hears = (SplitScan, LabelScan)
+    memory = ("_num_classes", "_told")
+
+    def __init__(self) -> None:
+        self._num_classes = 0
+
+    def judge(self, fact: SplitScan | LabelScan) -> Finding | None:
+        """Return the finding; one about weights only if there are as many as classes."""
+        if isinstance(fact, LabelScan):
+            self._num_classes = fact.num_classes
+            return None
+        if not fact.num_weights:
+            return self.report(
+                step=fact.step,
+                message=f"{fact.num_shared} of the {fact.num_evaluated} samples of the validation are trained on: both "
+                f"parts together are as large as the dataset ({fact.num_samples}), but they overlap",
+                advice="Take both parts from one call of random_split, or pass the same "
+                "generator=torch.Generator().manual_seed(0) to each.",
+                evidence={"num_shared": fact.num_shared, "num_evaluated": fact.num_evaluated},
+            )
+        if fact.num_weights != max(2, self._num_classes):
+            return None
+        return self.report(
+            step=fact.step,
+            message=f"the WeightedRandomSampler has {fact.num_weights} weights, one for each class, for "
+            f"{fact.num_samples} samples: it draws only the first {fact.num_weights} samples",
+            advice="Pass one weight for each sample: class_weights[labels].",
+            evidence={"num_weights": fact.num_weights, "num_samples": fact.num_samples},
+        )
+
+
+class PixelScale(OnceRule[PixelScan]):
+    """Images were divided by 255 twice or not at all, or normalised twice: they are not what the statistics are for."""
+
+    name = "pixel_scale"
+    hears = (PixelScan,)
+
+    def judge(self, fact: PixelScan) -> Finding | None:
+        """Return the finding: the watch reports only images that lie on the wrong grid."""
+        by = "" if fact.statistics == "0 and 1" else f" normalised with the statistics {fact.statistics}"
+        message = {
+            "divided_twice": f"the pixels{by} were divided by 255 twice: they lie between 0 and 1/255",
+            "not_divided": f"the pixels{by} lie between 0 and 255, and the statistics are for pixels between 0 and 1",
+            "normalised_twice": f"the images were normalised twice with the statistics {fact.statistics}",
+        }
+        return self.report(
+            step=fact.step,
+            message=f"{message[fact.pattern]} (input {fact.tensor})",
+            advice="Look at one batch: images.amin(), images.amax(). ToTensor divides bytes by 255, albumentations' "
+            "Normalize expects 0 to 255, and a model may normalise what it is given.",
+            evidence={"pattern": fact.pattern, "statistics": fact.statistics, "tensor": fact.tensor},
         )
 
 

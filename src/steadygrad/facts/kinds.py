@@ -65,7 +65,7 @@ _NOT_OF_SETTINGS = (
     ),  # calls and schedule
     *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
     *("stale_save", "idle_average", "stale_statistics", "restored_weights", "partial_save", "equal_units", "idle_load"),
-    *("wrong_group",),
+    *("wrong_group", "pixel_scale", "wrong_split"),
     *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
     *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise"),  # number formats
     *(

@@ -276,6 +276,33 @@ class StoredDataChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PixelScan:
+    """Images on a grid of 256 values that is not the one of their statistics."""
+
+    step: int
+    tensor: str
+    """Path inside the model's arguments."""
+    statistics: str
+    """Those that they were normalised with: 'ImageNet'."""
+    pattern: str
+    """'divided_twice' (by 255), 'not_divided', 'normalised_twice'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitScan:
+    """A dataset's split that overlaps, or a sampler with too few weights."""
+
+    step: int
+    num_samples: int
+    """Of the whole dataset."""
+    num_weights: int = 0
+    """Of the sampler; 0 if this is about a split."""
+    num_evaluated: int = 0
+    num_shared: int = 0
+    """Samples of the evaluated part that are trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IdleLoad:
     """A `load_state_dict` that was given the module's own tensors, and so changed nothing."""
 
@@ -318,5 +345,7 @@ ProgramFact = (
     | StoredDataChange
     | SingleSample
     | IdleLoad
+    | PixelScan
+    | SplitScan
 )
 """Facts about the program, seen by each rank for itself."""

@@ -163,12 +163,11 @@ def _multiply(inputs: Tensor) -> Tensor:
 def _score_neighbours(inputs: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
     """Return by how many standard deviations more nearest neighbours share their label than chance would have it."""
     nearest = []
-    squares = inputs.square().sum(1)
+    squares, places = inputs.square().sum(1), torch.arange(len(inputs), device=inputs.device)
     for start in range(0, len(inputs), NUM_TOGETHER):
         distances = squares - 2 * inputs[start : start + NUM_TOGETHER] @ inputs.T  # [some, samples]
-        rows = torch.arange(len(distances), device=inputs.device)
-        distances[rows, rows + start] = torch.inf  # a sample is not its own neighbour
-        nearest.append(distances.argmin(1))
+        itself = places[start : start + NUM_TOGETHER, None] == places
+        nearest.append(distances.masked_fill(itself, torch.inf).argmin(1))  # a sample is not its own neighbour
     chance = shares.square().sum()
     agreement = (labels[torch.cat(nearest)] == labels).double().mean()
     return (agreement - chance) / (chance * (1 - chance) / len(labels)).sqrt().clamp(min=1e-30)

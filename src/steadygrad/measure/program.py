@@ -31,10 +31,12 @@ from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.next_token import NextTokenWatch
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.own_loads import OwnLoadWatch
+from steadygrad.measure.pixels import PixelWatch
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.seeds import SeedWatch
+from steadygrad.measure.splits import SplitWatch
 from steadygrad.measure.stored_data import StoredDataWatch
 from steadygrad.measure.stream import StreamWatch, sum_on_device
 from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
@@ -65,11 +67,11 @@ class ProgramWatch:
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
-        self._leaks = LeakWatch(transfer)
+        self._leaks, self._pixels = LeakWatch(transfer), PixelWatch(transfer)
         self._next_token, self._seeds = NextTokenWatch(transfer), SeedWatch(trained.model)
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
-        self.own_loads = OwnLoadWatch(trained)
+        self.own_loads, self._splits = OwnLoadWatch(trained), SplitWatch()
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
         self._cuts: CutWatch | None = None
@@ -109,6 +111,7 @@ class ProgramWatch:
         if not self._every:
             return
         is_training = torch.is_grad_enabled()
+        self._try(lambda: self._splits.note_call(self._next_step, is_training=is_training))
         if self._restored.is_watching:
             self._try(lambda: self._restored.note_call(self._next_step - 1, is_training=is_training))
         if not is_training:
@@ -122,6 +125,8 @@ class ProgramWatch:
         self._call = (args, kwargs)
         if not self._has_batch and self._wants_batch(self._next_step):
             self._note_batch(list(find_tensors(args, kwargs)), is_given=False)
+        if self._pixels.wants_more:
+            self._try(self._pixels.note, self._next_step, args, kwargs)
         self._num_calls += 1
         if self._num_calls == 1:
             self._try(self._seeds.begin)
@@ -190,6 +195,7 @@ class ProgramWatch:
         self._next_step, self._has_batch, self._call, self._cuts = step + 1, False, None, None
         self._modes.end_step()
         self.own_loads.end_step(step)
+        self._splits.listen()
         seed = self._try(self._seeds.end_step, step) if self._seeds.is_on else None
         self._facts += [] if seed is None else [(step, seed)]
         if self._restored.is_watching or step in LOOKS:
@@ -215,7 +221,8 @@ class ProgramWatch:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
             facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
-        for watch in (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token, self._leaks):
+        watches = (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token)
+        for watch in (*watches, self._leaks, self._pixels, self._splits):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []
         return facts

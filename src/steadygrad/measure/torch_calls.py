@@ -2,9 +2,9 @@
 
 A guard sees the gradients, not what the program did to them. So a few functions of torch are wrapped, once and for the
 process: `torch.autograd.backward`, `clip_grad_norm_` and `clip_grad_value_`, `torch.save`, `AveragedModel.forward`,
-`torch.manual_seed`, `torch.set_rng_state`, `Module.state_dict` and `Module.load_state_dict` (which `loads.py` wraps as
-well). Each passes its arguments on unchanged. With no listener a wrapper costs under a microsecond; a listener that
-fails is dropped and the call goes on.
+`torch.manual_seed`, `torch.set_rng_state`, `DataLoader.__iter__`, `Module.state_dict` and `Module.load_state_dict`
+(which `loads.py` wraps as well). Each passes its arguments on unchanged. With no listener a wrapper costs under a
+microsecond; a listener that fails is dropped and the call goes on.
 Nothing happens inside a compiled graph, inside another backward, or while a step is replayed. Backward and clipping are
 heard in the listener's own thread only: another thread may be inside its backward, which changes gradients without
 holding the interpreter's lock, and reading them would crash.
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from steadygrad.measure.saved import read_saved
 from steadygrad.measure.suspicious_ops import find_caller
@@ -96,11 +97,18 @@ class StateListener(Protocol):
     def after_load(self) -> None: ...
 
 
+class LoaderListener(Protocol):
+    """Hears of DataLoaders."""
+
+    def before_epoch(self, loader: DataLoader[Any]) -> None: ...
+
+
 _listeners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Each with the thread whose calls it hears."""
 _to_saves: weakref.WeakSet[Any] = weakref.WeakSet()
 _to_seeds: weakref.WeakSet[Any] = weakref.WeakSet()
 _to_states: weakref.WeakSet[Any] = weakref.WeakSet()
+_to_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 _num_muted = 0
 _is_installed = False
 
@@ -136,6 +144,12 @@ def listen_to_states(listener: StateListener) -> None:
     _to_states.add(listener)
 
 
+def listen_to_loaders(listener: LoaderListener) -> None:
+    """Let `listener`, which is held weakly, hear of loaders from now on."""
+    install()
+    _to_loaders.add(listener)
+
+
 @contextlib.contextmanager
 def calls_muted() -> Iterator[None]:
     """Ignore calls inside this context: we make them ourselves."""
@@ -163,6 +177,7 @@ def install() -> None:
     _wrap(AveragedModel, "forward", _around_average)
     _wrap(nn.Module, "state_dict", _around_state)
     _wrap(nn.Module, "load_state_dict", _around_load)
+    _wrap(DataLoader, "__iter__", _around_epoch)
     _wrap(torch, "manual_seed", _around_seed)
     for place in (torch, torch.random):  # fork_rng calls the one where it is defined
         _wrap(place, "set_rng_state", _around_restore)
@@ -173,7 +188,8 @@ def _wrap(place: Any, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _num_muted or torch.compiler.is_compiling() or not (_listeners or _to_saves or _to_seeds or _to_states):
+        is_heard = _listeners or _to_saves or _to_seeds or _to_states or _to_loaders
+        if _num_muted or torch.compiler.is_compiling() or not is_heard:
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
 
@@ -243,6 +259,11 @@ def _around_load(load: Callable[..., Any], module: nn.Module, given: Any, *args:
     return result
 
 
+def _around_epoch(begin: Callable[..., Any], loader: DataLoader[Any]) -> Any:
+    _notify(_to_loaders, lambda one: one.before_epoch(loader))
+    return begin(loader)
+
+
 def _around_seed(set_seed: Callable[..., Any], seed: Any) -> Any:
     _notify(_to_seeds, lambda one: one.before_seed(int(seed)))
     return set_seed(seed)
@@ -267,6 +288,7 @@ def _notify(listeners: Iterable[Any], hear: Callable[[Any], None]) -> None:
             stop_listening(one, to_saves=True)
             stop_listening_to_seeds(one)
             _to_states.discard(one)
+            _to_loaders.discard(one)
 
 
 def _describe_backward(loss: Tensor) -> BackwardCall:
