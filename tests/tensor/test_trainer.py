@@ -360,9 +360,7 @@ def test_a_training_killed_between_two_stages_continues_with_the_loader_as_it_wa
     def load() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(3)
         data, stays = Noisy(*make_data().tensors), num_workers > 0
-        return DataLoader(
-            data, 4, shuffle=True, generator=generator, num_workers=num_workers, persistent_workers=stays
-        )
+        return DataLoader(data, 4, shuffle=True, generator=generator, num_workers=num_workers, persistent_workers=stays)
 
     whole = make_trainer(stages=STAGES, run_dir=tmp_path / "whole")
     whole.train(load())
