@@ -99,8 +99,8 @@ class NonfiniteRate(Remembering):
 class NonfiniteParameter(Remembering):
     """A weight is NaN or Inf. Each is reported once, and again only after it recovered.
 
-    What was there before training may be meant: transitions of a Markov model that are -inf because they cannot occur, a
-    mask kept as a frozen parameter, memory that no forward reads. The first step shows it: it is finite all the same.
+    What was there before training may be meant: transitions that are -inf because they cannot occur, a mask kept as a
+    frozen parameter, memory that no forward reads. The first step shows it: it is finite all the same.
     """
 
     name = "nonfinite_parameter"
