@@ -67,12 +67,12 @@ def test_few_healthy_trainings_get_a_warning() -> None:
 
 
 def test_the_corpus_is_large_and_every_scenario_says_why_it_is_healthy() -> None:
-    assert len(SCENARIOS) >= 145
+    assert len(SCENARIOS) >= 159
     assert all(len(scenario.about) > 30 for scenario in SCENARIOS.values())
 
 
-@pytest.mark.parametrize("name", ["actor_critic_program", "ppo_program", "dqn_program"])
-def test_a_program_that_learns_by_reward_is_left_alone_by_every_default(name: str) -> None:
+@pytest.mark.parametrize("name", ["actor_critic_program", "ppo_program", "dqn_program", "tiny_units", "huge_units"])
+def test_a_program_with_norms_of_any_size_is_left_alone_by_every_default(name: str) -> None:
     plain, guarded = train_plain(name, 0), SCENARIOS[name].train(seed=0, config=GuardConfig())
 
     assert plain.shortfalls == []
