@@ -31,6 +31,7 @@ LABELS = {
     "symptom": "seen",
     "phase": "phase",
     "op": "operation",
+    "in_custom_backward": "in a custom backward or hook",
     "module": "module",
     "node": "autograd node",
     "caller": "called from",
