@@ -229,8 +229,8 @@ class Session:
         """Return the folder of an optimizer at its first step, when it also gets its name."""
         with self._lock:
             self.num_guarded += 1
-            if self._trains_beside_others(watch):
-                gc.collect()  # unless the others are of an earlier trial, and only wait to be freed
+            if not self._places.is_full and self._trains_beside_others(watch):
+                gc.collect()  # unless the others are of an earlier trial, and only wait to be freed; half a second
             watch.voice.name = self._choose_name(watch)
             folder = self._places.choose(trains_beside_others=self._trains_beside_others(watch))
             if self._places.is_full:
