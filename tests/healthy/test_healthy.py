@@ -25,7 +25,9 @@ MOST_WARNED = 0.05
 """Share of healthy runs that may have a finding of severity warning or worse. This corpus is made to provoke them, and
 seven of its runs have one: a step that cannot be run again, where an exploding loss is reported without proof, or a
 step that did hurt the weights for a while, as it was meant to."""
-EXPLAINED = ("flow_on_a_thin_line", "likelihood_crosses_zero", "pruned_in_one_go", "wgan_gp_of_two_guards")
+EXPLAINED = (
+    *("flow_on_a_thin_line", "likelihood_crosses_zero", "pruned_by_hand", "pruned_in_one_go", "wgan_gp_of_two_guards"),
+)
 """Scenarios that look like harm to a rule that sees less: an outlying batch, a batch that is fine again after one step,
 units that the program cut off, a loss of both signs that began near 0."""
 
