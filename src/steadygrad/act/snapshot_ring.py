@@ -13,6 +13,7 @@ from steadygrad.act.host_memory import find_free_bytes
 from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.act.snapshot import Snapshot
 from steadygrad.config import SnapshotConfig
+from steadygrad.state.collect import PARAMETER
 
 FREE_SHARE = 4
 """Snapshots may use one part in this many of the free host memory; data loaders and the page cache need the rest."""
@@ -26,6 +27,8 @@ class SnapshotRing:
         self._config, self._agree, self._num_neighbours = config, agree, num_neighbours
         self._max_bytes = config.max_bytes or find_free_bytes() // FREE_SHARE // max(1, num_neighbours)
         self._were_finite: set[str] = set()
+        self.list_meant: Callable[[], Collection[str]] = frozenset
+        """Returns the parameters that are non-finite by design."""
         self._restored: Snapshot | None = None
         self.held: list[Snapshot] = []
         """Oldest first."""
@@ -154,7 +157,9 @@ class SnapshotRing:
         for name, must_be_finite, is_finite in snapshot.values():
             if is_finite:
                 self._were_finite.add(name)
-            elif must_be_finite or name in self._were_finite:
+            elif name in self._were_finite or (
+                must_be_finite and name.removeprefix(PARAMETER) not in self.list_meant()
+            ):
                 bad.append(name)
         snapshot.finite = not bad
         return bad

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -220,6 +220,10 @@ class Snapshots:
         then = self._copier.make_reserve(memory, self._model) if is_running else None
         memory.prepare(sizes, then, slowly=is_running)
         self._ring.spare.append(memory)
+
+    def excuse(self, list_meant: Callable[[], Collection[str]]) -> None:
+        """Set what returns the names of parameters that are non-finite by design."""
+        self._ring.list_meant = list_meant
 
     def _collect(self) -> tuple[Collector, State]:
         collector, signature = Collector(self._shared), sign_state(self._model, self._optimizers)

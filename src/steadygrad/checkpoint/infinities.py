@@ -1,14 +1,14 @@
 """Non-finite tensors of a training -> which of them are faults, and which are intentional.
 
-Parameters, moments, averaged weights and the statistics of norms must be finite. Other buffers may hold an infinity by
-design (a mask of -inf, a running minimum), and what a user passes as `extras` is the user's own. Each is noticed at the
-first save that contains it, reported once and saved from then on. A NaN in a buffer is a fault unless it was there
-before training.
+Moments, averaged weights and the statistics of norms must be finite, and so must parameters, unless they held the same
+values before training and do no harm. Other buffers may hold an infinity by design (a mask of -inf, a running minimum),
+and what a user passes as `extras` is the user's own. Each is noticed at the first save that contains it, reported once
+and saved from then on. A NaN in a buffer is a fault unless it was there before training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -30,8 +30,10 @@ class Infinities:
         self._own = tuple(f"extras.{name}." for name in own_extras)
         # Reads every buffer once, which waits for the device; only at construction
         self.buffers = set(count_nonfinite(dict(model.named_buffers()))) if looks else set()
-        """Names of buffers that may be non-finite."""
+        """Names of buffers, and of such parameters, that may be non-finite."""
         self._extras: set[str] = set()
+        self.list_meant: Callable[[], Collection[str]] = frozenset
+        """Returns the names of parameters that were not finite before training and do no harm."""
 
     def list_names(self, state: Mapping[str, Any]) -> set[str]:
         """Return the names under which they are saved."""
@@ -46,6 +48,7 @@ class Infinities:
         live = dict(self._model.named_buffers())
         buffers = {name.removeprefix(f"{place}."): name for name in bad for place in PLACES if name.startswith(place)}
         free = {name for name in buffers if name in live and not is_statistic(name) and not count_bad(name, live[name])}
+        free |= set(buffers).intersection(self.list_meant())
         extras = {name for name in bad if name.startswith(self._own)} if self._own else set()
         # Widened before the EMA is judged, since `_is_copy` compares with it; taken back if anything else is a fault
         known, self.buffers = self.buffers, self.buffers | free

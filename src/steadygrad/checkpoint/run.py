@@ -89,6 +89,10 @@ class RunCheckpoints:
         self._explained: set[str] = set()
         self.signals = SignalWatch()
 
+    def excuse(self, list_meant: Callable[[], Collection[str]]) -> None:
+        """Set what returns the names of parameters that are non-finite by design, and saved as they are."""
+        self._infinities.list_meant = list_meant
+
     def use_run(self, run_dir: Path, run_id: str) -> None:
         """Set where checkpoints go and which run they belong to."""
         if self._store is not None and run_dir != self._run_dir:

@@ -144,6 +144,8 @@ def _assemble(
         buffers=buffers,
         ranks=ranks,
     )
+    for one in (checkpoints, host.snapshots):
+        one.excuse(lambda: watched.periodic_scans.meant_nonfinite)
     judging = make_judging(device, host, rollback)
     state = GuardState(
         moment,

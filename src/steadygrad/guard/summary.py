@@ -52,7 +52,8 @@ class Summary:
     def assess_health(self) -> dict[str, bool]:
         """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
         last, model = self._judgement.last_reading, self._training.model
-        parameters = not find_nonfinite((*model.named_parameters(), *self._watched.trained.named))
+        bad = find_nonfinite((*model.named_parameters(), *self._watched.trained.named))
+        parameters = self._watched.periodic_scans.meant_nonfinite.issuperset(bad)
         held = dict(model.named_buffers())
         buffers = {name for name in find_nonfinite(held.items()) if count_bad(name, take_local(held[name]))}
         health = {

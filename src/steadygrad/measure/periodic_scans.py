@@ -111,6 +111,8 @@ class PeriodicScans:
         """Number of optimizer steps since the weights were initialised or replaced."""
         self.given_nonfinite: frozenset[str] | None = None
         """Parameters that were not finite to begin with; None if not scanned yet."""
+        self.meant_nonfinite: frozenset[str] = frozenset()
+        """The same, once a finite step has shown that they do no harm: transitions that are -inf, an unread memory."""
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
@@ -236,6 +238,8 @@ class PeriodicScans:
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step
+        if self.given_nonfinite and not reading.is_nonfinite:
+            self.meant_nonfinite = self.given_nonfinite
         if self._num_masks != masks.count_masks():
             self._num_masks = masks.count_masks()
             facts.append(MaskChange(step=step))

@@ -25,6 +25,8 @@ from steadygrad.state.tree import remake
 
 ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
 """Values that cannot change: a copy is the value itself."""
+PARAMETER = "parameter "
+"""Begins the name of a parameter among the sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ def collect_state(
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     unique = {id(p): p for p in (*model.parameters(), *held)}
     parameters = [
-        (p, collector.add(p, late=True, name=f"parameter {names.get(i, '(not of the model)')}"))
+        (p, collector.add(p, late=True, name=PARAMETER + names.get(i, "(not of the model)")))
         for i, p in unique.items()
         if has_values(p)
     ]
