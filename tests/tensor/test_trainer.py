@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -367,6 +368,8 @@ def test_a_training_killed_between_two_stages_continues_with_the_loader_as_it_wa
     crashing = crash_at(15, crash)(make_model(), CONFIG, stages=STAGES, loss_fn=mse_loss, run_dir=tmp_path / "cut")
     with pytest.raises(Crash):
         crashing.train(load())
+    del crashing
+    gc.collect()  # or its worker outlives this test, and holds what it inherited: the pipe to a browser, for one
 
     resumed = make_trainer(stages=STAGES, run_dir=tmp_path / "cut")
     assert resumed.resume() == 14  # both epochs of the first stage
