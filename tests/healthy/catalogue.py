@@ -28,6 +28,8 @@ FAMILIES = (
     "data",
     "models",
     "steps",
+    "numbers",
+    "directions",
     "effects",
 )
 

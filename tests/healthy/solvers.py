@@ -209,6 +209,28 @@ def lottery_tickets(trial: Trial) -> None:
 
 
 @scenario
+def pruned_by_hand(trial: Trial) -> None:
+    """Three rounds of pruning down to a quarter, the masks multiplied into the weights after each step."""
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    kept, masks = {100: 0.9, 200: 0.5, 300: 0.25}, [torch.ones_like(p) for p in weights]
+
+    def loss(x: Tensor) -> Tensor:
+        return (model(x).squeeze(1) - x.sin().sum(1)).square().mean()
+
+    loop = trial.loop(model, optimizer)
+    for number in range(600):
+        if number in kept:
+            masks = [p.abs() > p.abs().quantile(1 - kept[number]) for p in weights]
+        loop.step(loss, torch.randn(16, 4))
+        with torch.no_grad():
+            for p, mask in zip(weights, masks):
+                p.mul_(mask)
+    trial.expect("last loss", loop.final, below=0.7 * loop.losses[0])
+
+
+@scenario
 def optimizer_exchanged(trial: Trial) -> None:
     """Adam for 300 steps, then SGD with momentum by a loop of its own: another norm of steps, and a bump between."""
     model = make_mlp(8, 64, 1)

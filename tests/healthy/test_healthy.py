@@ -25,7 +25,9 @@ MOST_WARNED = 0.05
 """Share of healthy runs that may have a finding of severity warning or worse. This corpus is made to provoke them, and
 seven of its runs have one: a step that cannot be run again, where an exploding loss is reported without proof, or a
 step that did hurt the weights for a while, as it was meant to."""
-EXPLAINED = ("flow_on_a_thin_line", "likelihood_crosses_zero", "pruned_in_one_go", "wgan_gp_of_two_guards")
+EXPLAINED = (
+    *("flow_on_a_thin_line", "likelihood_crosses_zero", "pruned_by_hand", "pruned_in_one_go", "wgan_gp_of_two_guards"),
+)
 """Scenarios that look like harm to a rule that sees less: an outlying batch, a batch that is fine again after one step,
 units that the program cut off, a loss of both signs that began near 0."""
 
@@ -67,12 +69,12 @@ def test_few_healthy_trainings_get_a_warning() -> None:
 
 
 def test_the_corpus_is_large_and_every_scenario_says_why_it_is_healthy() -> None:
-    assert len(SCENARIOS) >= 145
+    assert len(SCENARIOS) >= 159
     assert all(len(scenario.about) > 30 for scenario in SCENARIOS.values())
 
 
-@pytest.mark.parametrize("name", ["actor_critic_program", "ppo_program", "dqn_program"])
-def test_a_program_that_learns_by_reward_is_left_alone_by_every_default(name: str) -> None:
+@pytest.mark.parametrize("name", ["actor_critic_program", "ppo_program", "dqn_program", "tiny_units", "huge_units"])
+def test_a_program_with_norms_of_any_size_is_left_alone_by_every_default(name: str) -> None:
     plain, guarded = train_plain(name, 0), SCENARIOS[name].train(seed=0, config=GuardConfig())
 
     assert plain.shortfalls == []

@@ -244,6 +244,27 @@ def test_blocks_are_checkpointed_by_the_names_of_the_seed_and_nothing_changes() 
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
 
 
+def test_units_that_die_during_training_are_counted_as_dead(capsys: pytest.CaptureFixture[str]) -> None:
+    class Dying(EnhancedLightningCLIPModule):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if self.global_step >= 3:
+                for parameter in self.text_encoder.project.parameters():
+                    parameter.detach().zero_()
+
+    config = make_config(modalities=("en", "de"), batch_size=2, log_frequency=2)
+    torch.manual_seed(0)
+    module = Dying(
+        model=TINY, modalities=config.modalities, enable_activation_monitoring=True, log_frequency=config.log_frequency
+    )
+    fit_alone(module, config, max_steps=7)
+
+    printed = re.findall(r"Step (\d+) - Activations: .* dead units ([\d.]+)%(.*)", capsys.readouterr().out)
+    assert [(step, float(share) > 0) for step, share, _ in printed] == [
+        ("0", False), ("2", False), ("4", True), ("6", True),
+    ]  # fmt: skip
+    assert printed[-1][-1] == ", most in text_encoder.project (100.0%)"
+
+
 def test_gradient_checkpointing_is_a_field(tmp_path: Path) -> None:
     losses = []
     for on in (False, True):

@@ -198,3 +198,36 @@ def test_an_unpickled_model_and_optimizer_are_diagnosed_too(tmp_path: Path) -> N
     line = 1 + PICKLED[: PICKLED.index("# HERE")].count("\n")
     assert done.code == 0, done.err
     assert f"born in aten.div (train.py:{line})" in done.err.splitlines()[-1]
+
+
+DROPS_BAD_STEPS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    CLEAR
+    for part in range(2):
+        x = torch.randn(8, 4) / (0 if step == 5 and part == 0 else 1)
+        model(x).square().mean().backward()
+    if not nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+        continue
+    optimizer.step()
+torch.save(model.state_dict(), "w.pt")
+"""
+
+
+@pytest.mark.parametrize("clear", ["optimizer.zero_grad()", "model.zero_grad(set_to_none=False)"])
+def test_a_step_that_the_script_drops_itself_is_not_part_of_the_next_one(clear: str, tmp_path: Path) -> None:
+    text = DROPS_BAD_STEPS.replace("CLEAR", clear)
+    incidents, _ = run(tmp_path / "guarded", text)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "train.py").write_text(text)
+    done = run_plainly(tmp_path / "plain", str(tmp_path / "plain" / "train.py"))
+
+    assert done.code == 0, done.err
+    assert incidents == []
+    mine, theirs = (torch.load(tmp_path / name / "w.pt") for name in ("guarded", "plain"))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)

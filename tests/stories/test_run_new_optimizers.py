@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from launching import run_guarded, run_plainly
 
+from steadygrad.adapters.scripts.places import Places
+
 
 def read_steps(folder: Path) -> list[list[dict[str, Any]]]:
     """Return the steps of each record, the record with most steps first."""
@@ -109,3 +111,14 @@ def test_an_optimizer_that_is_never_stepped_is_named_at_the_end(tmp_path: Path) 
 
     assert "steadygrad: SGD of Linear never took a step, though the loss reaches its parameters" in said["one"]
     assert "never took a step" not in said["both"] + said["frozen"]
+
+
+@pytest.mark.parametrize("trains_beside_others", [False, True], ids=["one after the other", "beside an outer one"])
+def test_a_hundred_optimizers_get_a_folder(trains_beside_others: bool, tmp_path: Path) -> None:
+    places = Places(tmp_path, is_child=False)
+    folders = [places.choose(trains_beside_others=trains_beside_others) for _ in range(105)]
+
+    assert None not in folders[:100]
+    assert len(set(folders[:100])) == 100
+    assert folders[100:] == [None] * 5
+    assert places.is_full

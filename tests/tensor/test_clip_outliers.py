@@ -16,7 +16,7 @@ def find_clipped(norms: Sequence[float], clipper: OutlierClipper | None = None) 
     for step, norm in enumerate(norms):
         clipper.prepare(step)
         assert clipper.constant_norm is not None
-        if norm > clipper.constant_norm:
+        if clipper.constant_norm / (norm + 1e-6) < 1.0:  # as the kernels do
             clipped.append(step)
         clipper.hear(step, norm)
     return clipped
@@ -33,6 +33,10 @@ STEADY = [1.0 + 0.3 * math.sin(step) for step in range(200)]
 def test_spikes_are_clipped_one_after_the_other() -> None:
     spikes = range(100, 180, 8)
     assert find_clipped([300.0 if step in spikes else norm for step, norm in enumerate(STEADY)]) == list(spikes)
+
+
+def test_tiny_norms_are_not_outliers() -> None:
+    assert find_clipped([1e-12 * norm for norm in STEADY]) == []
 
 
 def test_norms_growing_with_the_episodes_are_not_outliers() -> None:

@@ -508,3 +508,34 @@ def test_a_call_from_another_guards_step_is_not_part_of_the_replay() -> None:
     assert incident.cause is not None
     assert incident.cause.phase == "input"
     assert "microbatch" not in (incident.cause.note or "")
+
+
+@pytest.mark.parametrize("form", ["function", "loss"])
+def test_gradients_from_the_step_of_another_guard_are_not_part_of_a_step(form: str) -> None:
+    def train(*, guarded: bool) -> tuple[Tensor, list[str]]:
+        torch.manual_seed(0)
+        layers, mixture = nn.Linear(4, 3), nn.Linear(3, 1)  # searched in turn, on one graph of data
+        nets = (mixture, layers)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        guards = [Guard(net, opt, config=UNCLIPPED) for net, opt in zip(nets, optimizers)] if guarded else []
+
+        def loss(x: Tensor) -> Tensor:
+            return (layers(x) @ mixture.weight.T - x.sum(1, keepdim=True)).square().mean()
+
+        for _ in range(10):
+            for number, optimizer in enumerate(optimizers):
+                x = torch.randn(8, 4)
+                if guarded and form == "function":
+                    guards[number].step(loss, x)
+                elif guarded:
+                    guards[number].step(loss(x))
+                else:
+                    optimizer.zero_grad()
+                    loss(x).backward()
+                    optimizer.step()
+        weights = torch.cat([p.detach().flatten() for net in nets for p in net.parameters()])
+        return weights, [finding.kind for guard in guards for finding in guard.findings]
+
+    (ours, kinds), (plain, _) = train(guarded=True), train(guarded=False)
+    assert torch.equal(ours, plain)
+    assert not {"added_gradients", "dropped_gradients"} & set(kinds)

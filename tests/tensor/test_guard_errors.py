@@ -192,7 +192,7 @@ def test_an_argument_of_another_type_is_refused_by_name(given: dict[str, Any], e
 
 
 def test_a_scheduler_and_an_ema_without_a_step_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"must have step\(\), got int"):
+    with pytest.raises(UsageError, match=r"scheduler must be .* got int"):
         make_guard(scheduler=3)
     with pytest.raises(UsageError) as caught:
         make_guard(ema=object())
@@ -485,3 +485,12 @@ def test_a_scaler_given_the_guard_says_what_to_write() -> None:
     with pytest.raises(AttributeError, match=r"Guard\(model, optimizer, scaler=scaler\).*guard\.step\(loss\)"):
         scaler.step(guard)  # type: ignore[arg-type]
     assert not hasattr(guard, "param_groups")
+
+
+def test_an_optimizer_is_refused_as_a_scheduler() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    # It has step() too, and would move the weights a second time in every step.
+    with pytest.raises(UsageError, match=r"scheduler must be .* got SGD"):
+        Guard(model, optimizer, scheduler=optimizer)

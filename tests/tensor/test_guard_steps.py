@@ -294,6 +294,16 @@ def test_a_nonfinite_validation_loss_is_reported_and_kept_from_the_scheduler() -
     assert {f.severity for f in found} == {Severity.ERROR}
 
 
+def test_a_nonfinite_validation_changes_no_healthy_training() -> None:
+    model = make_model()
+    optimizer = sgd(model, lr=1.0)
+    guard = Guard(model, optimizer)
+    guard.validate(torch.empty(0).mean())  # an empty validation set says nothing about the weights
+    assert [f.kind for f in guard.findings] == ["nonfinite_validation"]
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    assert {one.verdict.action for one in guard.incidents} == {Action.NONE}
+
+
 # --- stats and health -----------------------------------------------------------------------------------------------
 
 HEALTHY = {

@@ -932,6 +932,20 @@ def test_log_statistics_supports_loggers_by_name_and_lightning_loggers(kind: typ
     assert logger.seen["grad/global_norm"] > 0
 
 
+def test_numbers_reach_a_summary_writer_of_tensorboard_at_their_step(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    model = nn.Linear(3, 1)
+    model(torch.ones(2, 3)).sum().backward()
+    monitor, writer = GradientHealthMonitor(model), tensorboard.SummaryWriter(tmp_path)
+
+    monitor.log_statistics(monitor.check_gradients(), step=4, logger=writer)
+    writer.close()
+
+    (point,) = accumulator.EventAccumulator(str(tmp_path)).Reload().Scalars("grad/global_norm")
+    assert (point.step, point.value) == (4, pytest.approx(math.sqrt(3 * 2**2 + 2**2)))
+
+
 def test_log_statistics_finds_the_active_wandb_run(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     model = nn.Linear(3, 1)

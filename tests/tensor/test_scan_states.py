@@ -392,19 +392,6 @@ def test_our_own_writes_are_not_reported_as_edits_even_if_interrupted() -> None:
     assert watch.before_optimizer(2)
 
 
-def test_the_first_change_by_the_program_is_remembered() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    watch = EditWatch([("p", parameter)])
-    for step in range(4):
-        if step >= 2:
-            with torch.no_grad():
-                parameter.add_(1.0)
-        watch.before_optimizer(step)
-        watch.after_optimizer(step)
-
-    assert (watch.first, watch.last) == (2, 3)
-
-
 def take_steps(optimizer: torch.optim.Optimizer, watch: EditWatch, steps: range) -> None:
     for step in steps:
         for group in optimizer.param_groups:

@@ -343,6 +343,38 @@ def test_a_training_killed_anywhere_continues_bit_for_bit(call: int, tmp_path: P
     assert_same(whole, resumed)
 
 
+class Noisy(TensorDataset):
+    """Draws a random number for each row, where it is loaded."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.rand(()), y
+
+
+@pytest.mark.parametrize("num_workers", [0, 1], ids=["own generator", "persistent workers"])
+def test_a_training_killed_between_two_stages_continues_with_the_loader_as_it_was(
+    num_workers: int, tmp_path: Path
+) -> None:
+    """The first stage's guard restores the loader's random state, and the second one makes the next pass."""
+
+    def load() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        data, stays = Noisy(*make_data().tensors), num_workers > 0
+        return DataLoader(data, 4, shuffle=True, generator=generator, num_workers=num_workers, persistent_workers=stays)
+
+    whole = make_trainer(stages=STAGES, run_dir=tmp_path / "whole")
+    whole.train(load())
+    crashing = crash_at(15, crash)(make_model(), CONFIG, stages=STAGES, loss_fn=mse_loss, run_dir=tmp_path / "cut")
+    with pytest.raises(Crash):
+        crashing.train(load())
+
+    resumed = make_trainer(stages=STAGES, run_dir=tmp_path / "cut")
+    assert resumed.resume() == 14  # both epochs of the first stage
+    resumed.train(load())
+
+    assert_same(whole, resumed)
+
+
 @pytest.mark.parametrize("call", [6, 12, 20])
 def test_a_training_stopped_by_a_signal_continues_bit_for_bit(call: int, tmp_path: Path) -> None:
     """Call 6 ends step 3, after which the signal prevents a due evaluation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from rule_traces import findings_of, reading, rule_named
@@ -152,6 +153,27 @@ def test_a_nonfinite_parameter_is_reported_once_and_again_after_recovery() -> No
     assert [f.step for f in said] == [0, 4]
     assert said[0].message == "NaN or Inf in 1 parameter: w"
     assert "Where nothing was rolled back, load a checkpoint" in said[0].advice  # a rollback has already repaired it
+
+
+def test_what_was_nonfinite_before_training_is_healthy_if_the_first_step_is() -> None:
+    given = ParameterScan(step=-1, nonfinite_parameters={"mask": 3})
+    rule = rule_named("nonfinite_parameter")
+
+    assert findings_of(rule, [given, reading(0), replace(given, step=1)]) == []
+    assert findings_of(rule, [reading(5, math.nan), replace(given, step=5)]) == []  # not after all this time
+    more = ParameterScan(step=6, nonfinite_parameters={"mask": 4, "w": 1})
+    assert [f.evidence["num_nonfinite"] for f in findings_of(rule, [more])] == [5]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_was_nonfinite_before_training_is_reported_if_the_first_step_is_too(scaled: bool) -> None:
+    scale = {"loss_scale": 65536.0} if scaled else {}
+    given = ParameterScan(step=-1, nonfinite_parameters={"w": 1})
+    overflow = reading(0, num_nonfinite=4, **scale)
+    facts = [given, overflow, reading(1, math.nan, **scale)]
+
+    # An overflow under a loss scaler says nothing about the weights.
+    assert [f.step for f in findings_of(rule_named("nonfinite_parameter"), facts)] == [1 if scaled else 0]
 
 
 def test_a_parameter_that_stops_moving_is_an_info() -> None:

@@ -89,6 +89,7 @@ def rates(*values: float) -> list[Fact]:
         lambda t: 0.5 * (1 + math.cos(math.pi * (t % 100) / 100)),  # warm restarts
         lambda t: 10 ** (-7 + 8 * t / 2000),  # a range test
         lambda t: 10 ** (-5 * t / 2000),
+        lambda _: -1.0,  # ascent
     ],
 )
 def test_common_schedules_are_not_reported_as_vanishing(schedule: Any) -> None:

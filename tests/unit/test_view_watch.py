@@ -173,3 +173,14 @@ def test_names_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.Captur
 def test_a_missing_run_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path / "nowhere")]) == 2
     assert "There is no" in capsys.readouterr().err
+
+
+def test_a_stream_that_cannot_encode_the_blocks_shows_question_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "run", 60)
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    sys.stdout.flush()
+    assert b"steps 60" in raw.getvalue()

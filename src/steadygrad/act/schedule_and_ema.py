@@ -24,8 +24,12 @@ class ScheduleAndEma:
     def __init__(
         self, scheduler: Any, ema: Any, *, model: nn.Module, interval: Interval, buffers: BufferKeeper
     ) -> None:
-        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-            raise UsageError(f"the scheduler must have step(), got {type(scheduler).__name__}.")
+        # An optimizer has step() too, and would move the weights twice.
+        is_stepped = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, torch.optim.Optimizer)
+        if scheduler is not None and not is_stepped:
+            raise UsageError(
+                f"Guard's scheduler must be a scheduler with step() or None, got {type(scheduler).__name__}."
+            )
         self._scheduler, self._interval, self._buffers = scheduler, interval, buffers
         self._needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._update_ema = _find_update(ema, model)

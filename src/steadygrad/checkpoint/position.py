@@ -185,6 +185,11 @@ class DataPositions:
         self._resumed, self._random = dict(state["passes"]), random
         self._rested = dict(state.get("rested", {}))  # missing in files of earlier versions
 
+    def follow(self, before: DataPositions) -> None:
+        """Begin the next epoch as `before`, which has ended its own, would have: another guard continues the run."""
+        self.end_epoch()
+        self._rested = dict(before.state_dict()["rested"])
+
     # --- between two passes ------------------------------------------------------------------------------------------
 
     def _take_up(self, source: _Source, saved: Mapping[str, Any]) -> None:

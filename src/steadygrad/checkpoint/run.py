@@ -126,6 +126,10 @@ class RunCheckpoints:
         self._positions.end_epoch()
         self._epoch_ended_at = step
 
+    def follow(self, before: RunCheckpoints) -> None:
+        """Begin the next pass over the data as the guard before would have."""
+        self._positions.follow(before._positions)
+
     def is_due(self, step: int) -> bool:
         """Whether the Guard should save by itself before step `step`; not while ranks may be at different steps."""
         every = self._config.every

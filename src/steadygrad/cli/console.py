@@ -8,6 +8,7 @@ terminal cannot show is replaced, not raised.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import textwrap
@@ -91,6 +92,12 @@ def _break_lines(text: str, width: int, hang: int | None) -> str:
     return "\n".join(shown)
 
 
+def replace_unencodable(file: TextIO) -> None:
+    """Have `file` print a question mark for what its encoding lacks, as rich itself would raise an error."""
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")
+
+
 def _open_rich(file: TextIO) -> RichConsole | None:
     if not file.isatty():
         return None
@@ -98,4 +105,5 @@ def _open_rich(file: TextIO) -> RichConsole | None:
         from rich.console import Console as Rich
     except ImportError:
         return None
+    replace_unencodable(file)
     return Rich(file=file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -21,6 +22,8 @@ def watch(run: Path, once: bool) -> None:
       steadygrad watch runs/first
       steadygrad watch runs/first --once
     """
+    from steadygrad.cli.console import replace_unencodable
     from steadygrad.view.watch import watch_run
 
+    replace_unencodable(sys.stdout)
     watch_run(run, once=once)

@@ -28,6 +28,7 @@ from steadygrad.measure import Measurement
 NO_LIMIT = 3e38
 """Above every norm, and still a float32: infinity would make the coefficient of an infinite norm NaN."""
 
+EPS = 1e-6
 RARE = 32
 """One in this many norms may be an outlier. Actor-critics, with norms up to 100 times the median, then have none."""
 
@@ -55,7 +56,9 @@ class OutlierClipper:
         if self._newest is not None and self._newest[0] <= step - 2:
             self._admit(self._newest[1])
             self._newest = None
-        self.constant_norm = self._find_threshold()
+        # The kernels divide by norm + 1e-6, as torch does. Without the same above the line, all norms far below 1e-6
+        # would be clipped to nearly nothing.
+        self.constant_norm = self._find_threshold() + EPS
 
     def hear(self, step: int, norm: float) -> None:
         """Record a healthy step's norm before clipping; call in step order."""

@@ -44,7 +44,7 @@ class Policy:
     nonfinite_steps_to_rollback: int = 10
     """Non-finite steps in a row that roll back."""
     lr_factor: float = 0.5
-    """What the learning rate is multiplied by after non-finite steps, epochs and validations, and on divergence."""
+    """What the learning rate is multiplied by after non-finite steps and epochs, and on divergence."""
     explosion_lr_factor: float = 0.1
     """... and after a loss explosion."""
     start_lr_factor: float = 0.05

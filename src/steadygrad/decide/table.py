@@ -49,7 +49,6 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
         "nonfinite_parameter": (go_back,),
         "nonfinite_buffer": (go_back,),
         "nonfinite_epoch": (lower,),
-        "nonfinite_validation": (lower,),
         "rate_too_high": (begin_anew,),
     }
     if policy.require_proof:
@@ -60,6 +59,8 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
             "unrecovered_loss": (undo,),
             "divergence": (lower, go_back),
             "overfitting": (decay_more,),
+            # The weights may be fine and the data empty or bad: no proof that a lower rate would help.
+            "nonfinite_validation": (lower,),
         }
     clip_more = Rung(action=Action.TIGHTEN_CLIP, factor=policy.clip_factor)
     usual = {Action.SCALE_LR: lower, Action.SCALE_WEIGHT_DECAY: decay_more, Action.TIGHTEN_CLIP: clip_more}

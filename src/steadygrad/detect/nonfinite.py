@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from steadygrad.detect.memory import Remembering
 from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
@@ -97,37 +97,72 @@ class NonfiniteRate(Remembering):
 
 
 class NonfiniteParameter(Remembering):
-    """A weight is NaN or Inf. Each is reported once, and again only after it recovered."""
+    """A weight is NaN or Inf. Each is reported once, and again only after it recovered.
+
+    What was there before training may be meant: transitions that are -inf because they cannot occur, a mask kept as a
+    frozen parameter, memory that no forward reads. The first step shows it: it is finite all the same.
+    """
 
     name = "nonfinite_parameter"
-    hears = (ParameterScan,)
-    memory = ("_known",)
+    hears = (ParameterScan, Reading)
+    memory = ("_known", "_given", "_is_tried")
 
     def __init__(self) -> None:
         self._known: set[str] = set()
+        self._given: dict[str, int] = {}
+        """Parameters that were bad before training, and how many of their elements."""
+        self._is_tried = True
+        """Whether a step has shown that those do no harm."""
+
+    def passes(self, _reading: Reading) -> bool:
+        """A plain Reading is that of a finite step."""
+        self._is_tried = True
+        return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a critical finding at the last step that could have written it."""
+        if isinstance(fact, Reading):
+            yield from self._try(fact)
+            return
         if not isinstance(fact, ParameterScan):
             return
         bad = fact.nonfinite_parameters
-        new = [name for name in bad if name not in self._known]
-        self._known = set(bad)  # healed ones are forgotten, so that they are reported again
+        if fact.step < 0:
+            self._given, self._is_tried = {name: num for name, num in bad.items() if name not in self._known}, False
+        # One that recovered, or partly did, has no more excuse than that.
+        self._given = {name: min(num, bad[name]) for name, num in self._given.items() if name in bad}
+        new = [name for name, num in bad.items() if name not in self._known and num > self._given.get(name, 0)]
+        # Healed ones are forgotten, so that they are reported again.
+        self._known = {name for name in bad if name in self._known or name in new}
         if new:
-            yield Finding(
-                kind=self.name,
-                severity=Severity.CRITICAL,
-                step=max(0, fact.step),
-                message=f"NaN or Inf in {spell_count(len(new), 'parameter')}: {show(new)}",
-                advice="If the optimizer made them (Adam in half precision, a learning rate far too high), keep the "
-                "weights in float32 under autocast, or lower the rate. Where nothing was rolled back, load a "
-                "checkpoint: skipping steps does not repair a weight.",
-                evidence={
-                    "parameters": new[:SHOWN],
-                    "num_parameters": len(new),
-                    "num_nonfinite": sum(bad[name] for name in new),
-                },
-            )
+            yield _describe_parameters(fact.step, {name: bad[name] for name in new})
+
+    def _try(self, reading: Reading) -> Iterable[Finding]:
+        # Under a loss scaler gradients overflow in the first steps of healthy runs: only the loss counts then.
+        is_bad = reading.is_nonfinite if reading.loss_scale is None else reading.loss_is_nonfinite
+        if not self._is_tried and is_bad and self._given:
+            self._known.update(self._given)
+            yield _describe_parameters(reading.step, self._given)
+            self._given = {}
+        self._is_tried |= not reading.is_nonfinite
+
+
+def _describe_parameters(step: int, bad: Mapping[str, int]) -> Finding:
+    names = list(bad)
+    return Finding(
+        kind=NonfiniteParameter.name,
+        severity=Severity.CRITICAL,
+        step=max(0, step),
+        message=f"NaN or Inf in {spell_count(len(names), 'parameter')}: {show(names)}",
+        advice="If the optimizer made them (Adam in half precision, a learning rate far too high), keep the "
+        "weights in float32 under autocast, or lower the rate. Where nothing was rolled back, load a "
+        "checkpoint: skipping steps does not repair a weight.",
+        evidence={
+            "parameters": names[:SHOWN],
+            "num_parameters": len(names),
+            "num_nonfinite": sum(bad.values()),
+        },
+    )
 
 
 class NonfiniteBuffer(Remembering):

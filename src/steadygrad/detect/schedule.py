@@ -32,7 +32,7 @@ class VanishedRate(Remembering):
 
     def passes(self, reading: Reading) -> bool:
         """Take in a plain Reading at an ordinary rate, no larger than the largest so far."""
-        rate = reading.learning_rate
+        rate = None if reading.learning_rate is None else abs(reading.learning_rate)
         if rate is None:
             return True
         if self._num_vanished or self._told or not VANISHED * self._largest < rate <= self._largest:
@@ -44,7 +44,7 @@ class VanishedRate(Remembering):
         """Report once, and again after the rate has come back."""
         if not isinstance(fact, Reading) or fact.skipped or fact.learning_rate is None:
             return
-        rate = fact.learning_rate
+        rate = abs(fact.learning_rate)  # negative: ascent
         self._largest = max(self._largest, rate)
         if rate > VANISHED * self._largest:
             # The rate came back, so the low steps were part of a schedule: they count as steps before the next fall

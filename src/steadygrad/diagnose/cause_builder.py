@@ -182,7 +182,7 @@ class CauseBuilder:
             name=why.name,
             symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
             chain=self._describe_chain(),
-            in_custom_backward=self.in_custom_backward,
+            in_custom_backward=self.in_custom_backward or None,
             **self.where_of(place, self.modules),
         )
 

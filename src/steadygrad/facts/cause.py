@@ -59,8 +59,8 @@ class Cause:
     """Where the batch was stored, inside the run directory."""
     note: str = ""
     """What limits this diagnosis."""
-    in_custom_backward: bool = False
-    """In backward: the op itself failed, in the program's own backward or hook, and not its derivative."""
+    in_custom_backward: bool | None = None
+    """True where the op itself failed, in the program's own backward or hook, and not its derivative; else None."""
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"  {name:<8} {text}" for name, text in self.rows())])

@@ -195,8 +195,7 @@ class RankWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskChange:
-    """The program has masked weights, as `torch.nn.utils.prune` does, or begins to write to them: what is 0 from here
-    on is its will."""
+    """The program has masked weights, as `torch.nn.utils.prune` does, or written to them: what is 0 now is its will."""
 
     step: int
 

@@ -32,15 +32,13 @@ class EditWatch:
         self._num_writes: deque[int] = deque(maxlen=USUAL_STEPS)  # the most that each step made to one parameter
         self.last: int | None = None
         """The step before which the weights were last changed; None if never."""
-        self.first: int | None = None
-        """The same for the first time."""
 
     def before_optimizer(self, step: int) -> bool:
         """Return whether the weights were changed since our last step."""
         self._before = self._read()
         if self._versions is None or self._versions == self._before:
             return False
-        self._note(step)
+        self.last = step
         return True
 
     def after_optimizer(self, step: int) -> None:
@@ -50,12 +48,8 @@ class EditWatch:
             return
         num = max(map(operator.sub, self._versions, before))
         if len(self._num_writes) == USUAL_STEPS and num > max(self._num_writes):
-            self._note(step + 1)
+            self.last = step + 1
         self._num_writes.append(num)
-
-    def _note(self, step: int) -> None:
-        self.last = step
-        self.first = step if self.first is None else self.first
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

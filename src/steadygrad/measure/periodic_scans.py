@@ -105,6 +105,7 @@ class PeriodicScans:
         masks.install()
         self._num_masks = masks.count_masks()
         self._edits = edits
+        self._edited: int | None = None
         self._has_begun = False
         self.num_since = 0
         """Number of optimizer steps since the weights were initialised or replaced."""
@@ -238,8 +239,9 @@ class PeriodicScans:
         if self._num_masks != masks.count_masks():
             self._num_masks = masks.count_masks()
             facts.append(MaskChange(step=step))
-        if self._edits is not None and self._edits.first is not None and self._edits.first <= step:
-            self._edits = None  # once: a program may swap averaged weights in and out all the time
+        edited = None if self._edits is None else self._edits.last
+        if edited is not None and edited <= step and edited != self._edited:
+            self._edited = edited
             facts.append(MaskChange(step=step))
         if looks.graph is not None:
             facts.append(looks.graph)

@@ -7,7 +7,7 @@ between, the old gradient is still in it. Reads only; the hooks are removed afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class UsedMark:
     def __init__(self) -> None:
         self._mark: tuple[Tensor, TensorWeakRef, int] | None = None
 
-    def note(self, named: Sequence[tuple[str, Tensor]]) -> None:
+    def note(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Note the gradients of a finished step, which the caller has to clear."""
         found = next((p for _, p in named if p.grad is not None), None)
         self._mark = None

@@ -154,8 +154,9 @@ class GradientHealthMonitor:
         """Print the summary every `log_frequency` steps, and with the advice whenever something is wrong.
 
         `step` is the last check's own number, from 0, unless given. `logger` gets the numbers at every call: any object
-        with `.log(dict, step=...)`, `.log(dict)` or `.log(name, value)`, or a logger of Lightning; without one, the
-        active run of wandb, if there is one. One that raises is reported once and then left alone.
+        with `.log(dict, step=...)`, `.log(dict)` or `.log(name, value)`, a logger of Lightning, or TensorBoard's
+        SummaryWriter; without one, the active run of wandb, if there is one. One that raises is reported once and then
+        left alone.
         """
         if not self._ranks.is_first:
             return

@@ -1,4 +1,5 @@
-"""LoggerSink: facts -> any tracker: `.log(dict, step=...)`, `.log(dict)`, `.log(name, value)`, Lightning's loggers.
+"""LoggerSink: facts -> any tracker: `.log(dict, step=...)`, `.log(dict)`, `.log(name, value)`, Lightning's loggers,
+TensorBoard's SummaryWriter.
 
 The names are the same as in every other sink. Incidents arrive as `incidents/<kind>` with their text. The logger
 belongs to the caller and is never closed here.
@@ -75,7 +76,7 @@ def find_sender(logger: Any) -> Sender | None:
 
     Judged by the signature: a TypeError from a call could be the logger's own.
     """
-    log, log_metrics = getattr(logger, "log", None), getattr(logger, "log_metrics", None)
+    log, log_metrics, add_scalar = (getattr(logger, name, None) for name in ("log", "log_metrics", "add_scalar"))
     if isinstance(logger, logging.Logger | logging.LoggerAdapter):  # has a `log` as well, for text
         return None
     if (run := _find_wandb_run(logger)) is not None:
@@ -83,7 +84,7 @@ def find_sender(logger: Any) -> Sender | None:
     if callable(log_metrics):  # Lightning's and MLflow's
         return lambda values, step: log_metrics(_keep_numbers(values), step=step)
     if not callable(log):
-        return None
+        return _use_writer(add_scalar) if callable(add_scalar) else None
     parameters = _read_parameters(log)
     takes_step = "step" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     # `log(name, value)`. Not `log(values, step)`, which has two required parameters as well.
@@ -92,6 +93,16 @@ def find_sender(logger: Any) -> Sender | None:
     if takes_step:
         return lambda values, step: log(dict(values), step=step)
     return lambda values, step: log(dict(values))  # noqa: ARG005
+
+
+def _use_writer(add_scalar: Callable[..., Any]) -> Sender:
+    """Return how to pass numbers to TensorBoard's SummaryWriter, which takes one at a time."""
+
+    def send(values: Mapping[str, Any], step: int) -> None:
+        for name, value in _keep_numbers(values).items():
+            add_scalar(name, value, step)
+
+    return send
 
 
 def _find_wandb_run(logger: Any) -> Any:

@@ -103,8 +103,10 @@ class WarmAverage(AveragedModel):
 
 
 def go_on_counting(before: Guard, after: Guard) -> None:
-    """Carry steps, epochs and totals over to the next stage; baselines and budgets start afresh with its optimizer."""
+    """Carry steps, epochs, totals and loaders over to the next stage; baselines and budgets start afresh."""
     old, new = before.state_dict(), after.state_dict()
     judgement = {**new["judgement"], "tally": old["judgement"]["tally"]}
     numbers = {name: old[name] for name in ("step", "epoch", "num_skipped_batches")}
     after.load_state_dict({**new, **numbers, "judgement": judgement})
+    # A stage that was resumed at its end has restored the loader's random state, and made no pass that would use it
+    after._saver.checkpoints.follow(before._saver.checkpoints)

@@ -104,7 +104,7 @@ class Clip6dConfig(BatchSettings):
     enable_gradient_monitoring: bool = True
     """Look at every parameter's gradient each step and report what is wrong."""
     enable_activation_monitoring: bool = False
-    """Look at activations too; costs time."""
+    """Print and record every `log_frequency` steps how activations spread and how many units are dead; costs time."""
     use_stable_loss: bool = True
     """False: the product of all vectors at CLIP's scale, whose gradients vanish; for comparison."""
     stable_loss_version: int = 1

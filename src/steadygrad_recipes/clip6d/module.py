@@ -187,8 +187,11 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
             monitor.vanishing_threshold = 0.0
 
     def _print_activations(self) -> None:
-        """Print what the activations of this step were like, and record the share of units that never fired."""
+        """Print what the activations since the last print were like, and record the share of units that never fired."""
         found = self.get_activation_statistics()
+        if self.activation_monitor is not None:
+            # Over all steps since the first, a unit that died later would never count as dead
+            self.activation_monitor.reset_statistics()
         dead = found["dead_neurons"]
         worst = max(dead, key=dead.__getitem__, default=None)
         share = sum(dead.values()) / max(1, len(found["activations"]))

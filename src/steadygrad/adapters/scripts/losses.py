@@ -37,9 +37,18 @@ class Losses:
         value = value.reshape(()) if value.dim() else value
         self._losses.append(Loss(value, is_scaled=true_loss is None))
 
+    def forget(self) -> None:
+        """The script has cleared the gradients of these losses without a step: it dropped them itself."""
+        self._losses = []
+
     def spend(self) -> None:
         """An optimizer has stepped."""
         self._is_spent = True
+
+    @property
+    def are_open(self) -> bool:
+        """Whether there are losses that no optimizer has stepped on yet."""
+        return bool(self._losses) and not self._is_spent
 
     def list(self) -> Sequence[Loss]:
         """Return them in order."""

@@ -25,6 +25,7 @@ class Places:
         self._base: Path | None = None
         self._num_here = 0
         self._trial = 1
+        self._num_chosen = 0
 
     def become_child(self) -> None:
         """Start again in a forked process."""
@@ -32,8 +33,8 @@ class Places:
 
     @property
     def is_full(self) -> bool:
-        """Whether the present training gets no folder, because so many before it did."""
-        return self._trial > MOST_TRIALS
+        """Whether the present training gets no folder, because so many before or beside it did."""
+        return self._num_chosen > MOST_TRIALS
 
     def choose(self, *, trains_beside_others: bool) -> Path | None:
         """Return the folder of an optimizer at its first step; None when nothing is recorded."""
@@ -44,8 +45,8 @@ class Places:
         # All optimizers before this one were freed: another trial of a sweep begins.
         if not trains_beside_others and self._num_here:
             self._trial, self._num_here = self._trial + 1, 0
+        self._num_chosen += 1
         if self.is_full:
-            self._num_here += 1
             return None
         folder = self._base if self._trial == 1 else self._base / f"trial-{self._trial}"
         folder = folder / f"optimizer-{self._num_here}" if self._num_here else folder

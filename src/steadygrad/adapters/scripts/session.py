@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,8 +229,8 @@ class Session:
         """Return the folder of an optimizer at its first step, when it also gets its name."""
         with self._lock:
             self.num_guarded += 1
-            if self._trains_beside_others(watch):
-                gc.collect()  # unless the others are of an earlier trial, and only wait to be freed
+            if not self._places.is_full and self._trains_beside_others(watch):
+                gc.collect()  # unless the others are of an earlier trial, and only wait to be freed; half a second
             watch.voice.name = self._choose_name(watch)
             folder = self._places.choose(trains_beside_others=self._trains_beside_others(watch))
             if self._places.is_full:
@@ -265,10 +265,17 @@ class Session:
         if is_loss and not is_inside and self._is_here:
             # vars() of a threading.local is this thread's own dict.
             self._losses = vars(self._thread).setdefault("losses", Losses())
+            watches = self._list_watches_here()
+            if self._losses.are_open and watches and self._ours(_are_cleared, watches):
+                self._losses.forget()
             self._losses.note(tensors)
-            for watch in self._list_watches_here():
+            for watch in watches:
                 self._ours(watch.note_backward, tensors)
-        run(tensors, grad_tensors, *args, **kwargs)
+            run(tensors, grad_tensors, *args, **kwargs)
+            for watch in watches:
+                self._ours(watch.note_gradients)
+        else:
+            run(tensors, grad_tensors, *args, **kwargs)
 
     def _around_scaling(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         """Remember the unscaled loss: a scaled loss can overflow where the loss itself did not."""
@@ -455,3 +462,8 @@ class _Listener:
         watch = self._watch()
         if watch is not None:
             self._session.hear(watch, module, args, kwargs)
+
+
+def _are_cleared(watches: Sequence[Watch]) -> bool:
+    """Whether no optimizer has gradients: the script dropped those of its last backward, without a step."""
+    return not any(watch.has_gradients() for watch in watches)

@@ -53,7 +53,7 @@ from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.rank_waits import RankWaits, call_weakly, watch_ranks
-from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
+from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch, UsedMark
 
 FIRST_STEPS = 3
 """Steps without any gradient after which an optimizer is reported; or steps each taken by a new one."""
@@ -113,6 +113,7 @@ class Watch:
         self._looks, self._has_begun = Looks(), False
         self._cause: Cause | None = None
         self._clipped: _Clipped | None = None
+        self._after_backward = UsedMark()
         self._reading: Reading | None = None
         self._signature: list[int] = []
         self._together = Together(str(number), optimizer, report=voice.say_loudly)
@@ -165,6 +166,14 @@ class Watch:
         if self._forward_scans is not None:
             self._forward_scans.note_loss(loss)
         self._diagnosis.note_backward()
+
+    def note_gradients(self) -> None:
+        """Called when that backward is over."""
+        self._after_backward.note(("", p) for p in list_parameters(self.optimizer))
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient other than zeros; reads them only if changed since the last backward."""
+        return self._after_backward.is_there or any(_is_filled(p.grad) for p in list_parameters(self.optimizer))
 
     def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when the model, or a part of it, is called for anything."""
@@ -376,3 +385,11 @@ class Watch:
 def _is_search(reading: Reading) -> bool:
     """Whether this is an overflow in the search for a loss scale: not ours to judge, with good loss and buffers."""
     return reading.loss_scale is not None and not reading.loss_is_nonfinite
+
+
+def _is_filled(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    # A sparse one has no `any`, and that of a shard would wait for the other ranks.
+    is_plain = type(gradient) is Tensor and gradient.layout is torch.strided
+    return not is_plain or bool(gradient.any())
