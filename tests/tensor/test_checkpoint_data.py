@@ -234,7 +234,7 @@ def test_a_custom_sampler_is_run_again_with_a_warning() -> None:
     def make() -> Any:
         return DataLoader(Noisy(), batch_sampler=Bucketed())
 
-    with pytest.warns(UserWarning, match="Bucketed was run again"):
+    with pytest.warns(UserWarning, match="Bucketed was read again"):
         whole, resumed, _ = go_on(make, 3)
     assert_equal(whole, resumed)
 
