@@ -40,7 +40,7 @@ Placed = tuple[Place, Any]
 def read_rows(path: Path, *, hub: bool = False) -> Iterator[Placed]:
     """Yield the rows at `path`; with `hub`, of a dataset of the hub if nothing is there."""
     if path.is_dir() or (hub and not path.exists()):
-        yield from _read_dataset(path, hub=hub)
+        yield from _read_dataset(path)
         return
     if not path.is_file():
         raise ConfigError(f"{path} does not exist. Give a file ({ENDINGS}), or --hub for a name on the hub.")
@@ -118,7 +118,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     yield from _number_rows(path, table.to_pylist())
 
 
-def _read_dataset(path: Path, *, hub: bool) -> Iterator[Placed]:
+def _read_dataset(path: Path) -> Iterator[Placed]:
     datasets = import_extra("data", "datasets", what=f"reading {path}", error=ConfigError)
     is_saved = path.is_dir()
     try:
@@ -155,7 +155,7 @@ def _find_damaged(datasets: Any, path: Path) -> Path | None:
     for file in sorted(path.rglob("*.arrow")):
         try:
             datasets.Dataset.from_file(str(file))
-        except Exception:  # noqa: BLE001 - of arrow
+        except Exception:
             return file
     return None
 
