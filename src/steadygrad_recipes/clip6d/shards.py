@@ -100,8 +100,8 @@ def _mark_copies(samples: Iterable[Sample]) -> None:
     if copies:
         first, sample = copies[0]
         logger.warning(
-            "%s the name and the picture of an earlier sample, such as %s in %s and in %s. Each is a sample of its "
-            "own, as in webdataset; both are trained on, or both validated on. Remove what is there twice by mistake.",
+            "%s the name and the picture of an earlier sample, such as %s in %s and in %s. Both are samples, as in "
+            "webdataset, and both are trained on, or both validated on. Remove what is there twice by mistake.",
             "1 sample has" if len(copies) == 1 else f"{len(copies)} samples have",
             sample.row,
             first.shard,
