@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -283,6 +284,46 @@ def test_two_samples_of_one_name_keep_their_own_captions(tmp_path: Path) -> None
     found = [sample.captions["en"] for sample in [*corpus.train, *corpus.val] if sample.row == "0003"]
     assert sorted(found) == [["a card"], ["another card"]]
     assert corpus.left_out == []
+
+
+def test_copies_of_a_sample_in_another_shard_are_reported_and_kept_on_one_side(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        write_plain_tar(tmp_path / f"{name}.tar", list_members())
+
+    corpus = read_corpus(dataclasses.replace(IMAGES, val_share=0.3), tmp_path)
+
+    assert (len(corpus.train) + len(corpus.val), corpus.left_out) == (48, [])
+    sides = [{sample.row for sample in side} for side in (corpus.train, corpus.val)]
+    assert not sides[0] & sides[1]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "24 samples have the name and the picture of an earlier sample, such as 0000 in a.tar and in b.tar." in line
+
+
+def test_shards_that_count_from_0_each_are_no_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_plain_tar(tmp_path / "a.tar", list_members())
+    moved = [(name, b"GIF" + content if "png" in name else content) for name, content in list_members()]
+    write_plain_tar(tmp_path / "b.tar", moved)
+    # Of one size, and other pixels
+    swapped = [(name, content[::-1] if "png" in name else content) for name, content in list_members()]
+    write_plain_tar(tmp_path / "c.tar", swapped)
+
+    corpus = read_corpus(IMAGES, tmp_path)
+
+    assert len(corpus.train) + len(corpus.val) == 72
+    assert caplog.records == []
+
+
+def test_the_columns_of_a_row_that_lacks_a_modality_are_named(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table
+    parquet.write_table(table({"image": [draw("red")] * 9, "english": ["a card"] * 9}), tmp_path / "a.parquet")
+
+    with pytest.raises(
+        UsageError, match="row 1: of the modalities it has image, and two are needed; it holds image, english"
+    ):
+        read_corpus(IMAGES, tmp_path)
 
 
 def test_members_of_a_sample_need_not_lie_beside_each_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,47 @@ def test_a_file_of_ones_own_that_is_no_python_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(:\n")
 
     with pytest.raises(ConfigError, match=r"mine\.py:make cannot be loaded \(invalid syntax \(mine\.py, line 1\)\)"):
+        build_network(CodConfig(model=f"{tmp_path}/mine.py:make"))
+
+
+FAULTY = """import torch
+
+def wants(size):
+    pass
+
+def fails():
+    return torch.nn.Linear(3, 1)(torch.zeros(2, 4))
+
+def leaves():
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wants", r"wants\(\) raised TypeError: wants\(\) missing 1 .*'size' at {file}:3\. It is called without"),
+        # Raised inside torch: the line that called it is the user's
+        ("fails", r"fails\(\) raised RuntimeError: .* at {file}:7\. "),
+        ("leaves", r"leaves\(\) raised SystemExit: 3 at {file}:10\. "),
+    ],
+)
+def test_a_function_of_ones_own_that_raises_is_named_with_its_line(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FAULTY)
+
+    with pytest.raises(ConfigError, match=message.format(file=re.escape(str(file)))):
+        build_network(CodConfig(model=f"{file}:{name}"))
+    assert main(["train", "cod", "--quick", "--model", f"{file}:{name}", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_file_of_ones_own_that_raises_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("\nx = {}['weights']\n\ndef make():\n    pass\n")
+
+    with pytest.raises(ConfigError, match=r"mine\.py:make cannot be loaded \(KeyError: 'weights'\) at .*mine\.py:2\. "):
         build_network(CodConfig(model=f"{tmp_path}/mine.py:make"))
 
 

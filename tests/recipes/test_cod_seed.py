@@ -97,7 +97,9 @@ def test_the_lines_of_the_account_are_printed_literally() -> None:
     assert words.spell_metrics(metrics).startswith("Loss: 2.3700 | IoU: 0.5845 | Dice: 0.7350")
     assert words.spell_norms(metrics) == "   Gradient norm - Avg: 0.381, Max: 0.498"
     assert words.spell_high_norm(2.5, 0.5) == "⚠️  High gradient norm detected: 2.50 (clipped to 0.5)"
-    assert words.ADVICE == "   Consider reducing --grad-clip to 0.3 or --lr by 50%."
+    assert words.spell_advice(0.5) == "   Consider reducing --grad-clip to 0.3 or --lr by 50%."
+    # It is no lower there
+    assert words.spell_advice(0.3) == words.spell_advice(0.1) == "   Consider reducing --lr by 50%."
     assert words.spell_bad_gradients(5, float("inf")) == [
         "❌ NaN/Inf detected in gradients at batch 5!",
         "   Gradient norm: inf",

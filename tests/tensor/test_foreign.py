@@ -101,6 +101,17 @@ def test_a_wrapped_model_accepts_the_names_of_a_bare_one(tmp_path: Path) -> None
     assert report.is_complete
 
 
+def test_a_file_that_fits_several_parts_of_the_model_is_not_called_ambiguous(tmp_path: Path) -> None:
+    save_file(nn.Linear(3, 3).state_dict(), tmp_path / "other.safetensors")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    with pytest.raises(
+        MismatchError, match=r"holds .*, and 2 parts of the model have such weights: '0\.', '1\.'"
+    ) as got:
+        load_checkpoint(tmp_path / "other.safetensors", model)
+    assert "prefix=" not in str(got.value)  # that is about the file's names
+
+
 def test_a_prefix_selects_one_of_two(tmp_path: Path) -> None:
     state, other = make_source().state(), make_source(6).state()
     torch.save({"student": state, "teacher": other}, tmp_path / "x.pt")

@@ -396,6 +396,81 @@ def test_a_training_stopped_by_a_signal_continues_bit_for_bit(call: int, tmp_pat
     assert_same(whole, resumed)
 
 
+class Interrupted(Trainer):
+    """A validation loss that rises, and a process that ends where `at` says: in a method at a step, in some way."""
+
+    at: tuple[str, int, Callable[[], None]] | None = None
+
+    def evaluate(self, val_loader: Any) -> dict[str, float]:
+        self._end_at("evaluate")
+        assert self.guard is not None
+        return {"loss": float(self.guard.num_steps)}
+
+    def describe_epoch(self, metrics: Any) -> str:
+        self._end_at("describe_epoch")
+        return super().describe_epoch(metrics)
+
+    def end_epoch(self, metrics: Any) -> None:
+        self._end_at("end_epoch")
+
+    def _end_at(self, method: str) -> None:
+        assert self.guard is not None
+        if self.at is not None and (method, self.guard.num_steps) == self.at[:2]:
+            self.at[2]()
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+PATIENT = dataclasses.replace(CONFIG, patience=1, eval_every=3, save_every=3, schedule="cosine")
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "step", "how"),
+    [
+        # Steps 6 and 12 end the stages: patience runs out in the middle of an epoch of 7 batches, and a save is due
+        (PATIENT, "end_epoch", 6, crash),
+        (PATIENT, "describe_epoch", 12, crash),
+        (PATIENT, "evaluate", 3, terminate),
+        (PATIENT, "evaluate", 6, terminate),
+        (PATIENT, "evaluate", 12, terminate),
+        (PATIENT, "end_epoch", 6, terminate),
+        (CONFIG, "evaluate", 7, terminate),
+        (CONFIG, "evaluate", 28, terminate),
+        (CONFIG, "end_epoch", 14, terminate),
+        # The newest checkpoint ends the first stage
+        (CONFIG, "evaluate", 21, crash),
+        (dataclasses.replace(CONFIG, max_steps=10), "evaluate", 10, crash),
+        (dataclasses.replace(CONFIG, max_steps=10), "evaluate", 10, terminate),
+    ],
+)
+def test_a_training_that_ends_while_it_evaluates_or_ends_an_epoch_continues_bit_for_bit(
+    config: TrainerConfig, method: str, step: int, how: Callable[[], None], tmp_path: Path
+) -> None:
+    def make(folder: str) -> Interrupted:
+        return Interrupted(make_model(), config, loss_fn=mse_loss, stages=STAGES, run_dir=tmp_path / folder)
+
+    def make_own_loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+        # With a generator of its own, which the next stage must find as the stage before left it
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(make_data(), 4, shuffle=True, generator=generator), make_loaders()[1]
+
+    whole, ended, resumed = make("whole"), make("cut"), make("cut")
+    whole.train(*make_own_loaders())
+    ended.at = method, step, how
+    with pytest.raises((Crash, SystemExit)):
+        ended.train(*make_own_loaders())
+
+    resumed.resume()
+    resumed.train(*make_own_loaders())
+
+    assert_same(whole, resumed)
+    assert whole.guard is not None
+    assert resumed.guard is not None
+    assert whole.guard.epoch == resumed.guard.epoch
+
+
 def test_a_higher_step_limit_continues_in_the_middle_of_the_epoch(tmp_path: Path) -> None:
     config = dataclasses.replace(LONG, schedule="constant")
     whole = make_trainer(config)

@@ -162,7 +162,8 @@ class DataPositions:
     def end_epoch(self) -> None:
         """End the epoch: every loader's next pass starts from the beginning; forget loaders not used in this epoch."""
         self._sources = {id(source.original): source for source in self._order}
-        self._order, self._passes, self._resumed, self._rested = [], {}, {}, {}
+        # A pass that was resumed and never entered: the next one must find the loader as that one left it
+        self._order, self._passes, self._resumed, self._rested = [], {}, {}, self._resumed
 
     # --- state ------------------------------------------------------------------------------------------------------
 

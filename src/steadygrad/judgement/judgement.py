@@ -367,7 +367,7 @@ class Judgement:
 
     def close(self) -> None:
         """Report a suspicion that is still open, then close the record."""
-        self._report_open("the run ended before it could be tested")
+        self._report_open("the guard was closed before it could be tested")
         self._recorder.close()
         if self._speaker is not None:
             self._speaker.close()

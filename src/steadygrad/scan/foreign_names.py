@@ -57,8 +57,20 @@ def _choose(files: Collection[str], owns: Collection[str], path: str | Path) -> 
     """Return (what to take off the file's names, what to take off the model's); one of them is empty."""
     outer, inner = _count_prefixes(files, owns), _count_prefixes(owns, files)
     if inner and max(inner.values()) > max(outer.values(), default=0):
-        return "", _find_best(inner, path)
-    return (_find_best(outer, path), "") if outer else ("", "")
+        best = _find_best(inner)
+        if len(best) > 1:
+            raise MismatchError(
+                f"{path} holds {', '.join(list(files)[:3])}, and {len(best)} parts of the model have such weights: "
+                f"{', '.join(map(repr, best[:4]))}. Check that it is a checkpoint of this model, or load it into one."
+            )
+        return "", best[0]
+    best = _find_best(outer) if outer else [""]
+    if len(best) > 1:
+        raise MismatchError(
+            f"{path} has the model's weights {len(best)} times: under {', '.join(map(repr, best[:4]))}. "
+            f"Say which with prefix={best[0]!r}."
+        )
+    return best[0], ""
 
 
 def _count_prefixes(longer: Collection[str], shorter: Collection[str]) -> Counter[str]:
@@ -76,13 +88,9 @@ def _count_prefixes(longer: Collection[str], shorter: Collection[str]) -> Counte
     return counts
 
 
-def _find_best(counts: Counter[str], path: str | Path) -> str:
+def _find_best(counts: Counter[str]) -> list[str]:
+    """Return the prefixes with the most names behind them, or of several the one that is meant."""
     most = max(counts.values())
     best = [prefix for prefix, count in counts.items() if count == most]
     favoured = [prefix for prefix in FAVOURED if prefix in best]
-    if len(best) > 1 and not favoured:
-        raise MismatchError(
-            f"{path} has the model's weights {len(best)} times: under {', '.join(map(repr, best[:4]))}. "
-            f"Say which with prefix={best[0]!r}."
-        )
-    return favoured[0] if favoured else best[0]
+    return favoured[:1] or best

@@ -83,9 +83,13 @@ class Progress(Sink):
             sums["norm"], sums["num_norms"] = sums["norm"] + grad_norm, sums["num_norms"] + 1
             sums["max_norm"] = max(sums["max_norm"], grad_norm)
 
-    def take_epoch(self) -> dict[str, float]:
-        """Return averages and maxima since the last call; the loss is NaN if no step was usable."""
-        sums, self._sums = self._sums, _empty_sums()
+    def begin_epoch(self) -> None:
+        """Count batches and average steps from here on."""
+        self.num_batches, self._sums = 0, _empty_sums()
+
+    def average_epoch(self) -> dict[str, float]:
+        """Return averages and maxima of the epoch so far; the loss is NaN if no step was usable."""
+        sums = self._sums
         return {
             "loss": sums["loss"] / sums["num_losses"] if sums["num_losses"] else math.nan,
             "grad_norm_mean": sums["norm"] / sums["num_norms"] if sums["num_norms"] else math.nan,
@@ -106,6 +110,13 @@ class Progress(Sink):
         for name in self.state_dict().keys() & state.keys():  # earlier versions knew fewer
             setattr(self, name, state[name])
         self._heard = []  # not what was judged before the resume
+
+
+def note_epoch(history: list[dict[str, Any]], line: dict[str, Any]) -> None:
+    """Append the line of an epoch, in place of an earlier one: a step limit may have cut it, and been raised."""
+    if history and history[-1]["epoch"] == line["epoch"]:
+        history.pop()
+    history.append(line)
 
 
 def _empty_sums() -> dict[str, float]:

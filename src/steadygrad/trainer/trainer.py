@@ -35,7 +35,7 @@ from steadygrad.trainer.evaluating import in_eval_mode, look_at_model, make_auto
 from steadygrad.trainer.files import Start, append_metrics, find_start, load_model, save_model
 from steadygrad.trainer.guessing import report_training
 from steadygrad.trainer.pace import Pace, describe_metrics, spell_numbers
-from steadygrad.trainer.progress import Progress
+from steadygrad.trainer.progress import Progress, note_epoch
 from steadygrad.trainer.ranks import (
     begin_epoch,
     count_ranks,
@@ -194,18 +194,11 @@ class Trainer(Task):
         with self.guard as guard:
             self._pace.begin(guard.num_steps)
             self._do_what_is_due(guard, val_loader)
+            if self._progress.num_batches and self._is_over(guard):  # the checkpoint was made before this epoch's end
+                self._end_epoch(guard, val_loader)
             while guard.epoch - self._progress.first_epoch < self._num_epochs and not self._is_over(guard):
                 self._train_epoch(guard, train_loader, val_loader)
-                if self._has_reached_limit:  # saved inside the epoch, so a higher limit continues here
-                    self._save(guard)
-                metrics = self._end_epoch(guard, val_loader)
-                if not self._has_reached_limit:
-                    # Before the save: its checkpoint then begins with the next epoch
-                    self._progress.num_batches = 0
-                    guard.end_epoch()
-                self.end_epoch(metrics)
-                if not self._has_reached_limit:
-                    self._save(guard)
+                self._end_epoch(guard, val_loader)
             if self.stage is self.stages[-1] or self._has_reached_limit:
                 self._judge_learning(guard, val_loader)
 
@@ -284,24 +277,27 @@ class Trainer(Task):
         if not step or guard.num_microbatches:
             return
         if val_loader is not None and _is_multiple(step, config.eval_every) and self._progress.evaluated != step:
-            metrics = self._evaluate_now(guard, val_loader)
-            self._progress.step_history.append({"step": step, "epoch": guard.epoch, **metrics})
+            metrics = self._evaluate_now(guard, val_loader, by_steps=True)
             self._tell(f"Step {step}: {spell_numbers(metrics, 'val_')}")
         if _is_multiple(step, config.save_every) and self._progress.saved != step:
             self._save(guard)
 
-    def _evaluate_now(self, guard: Guard, val_loader: Iterable[Any]) -> Metrics:
+    def _evaluate_now(self, guard: Guard, val_loader: Iterable[Any], *, by_steps: bool = False) -> Metrics:
         """Evaluate the averaged model if there is one, without side effects on training."""
         with self._as_evaluated(), unchanged_random([self.device]), torch.no_grad(), self.autocast():
             found = {name: float(value) for name, value in self.evaluate(val_loader).items()}
         # Rank 0's numbers for all: early stopping must come at the same step everywhere
         metrics = share_from_first(lambda: found)
-        if "loss" in metrics:
-            guard.validate(metrics["loss"])
-        self._progress.evaluated, self._progress.last_metrics = guard.num_steps, metrics
+        where = {"step": guard.num_steps, "epoch": guard.epoch}
         if self.run_dir is not None and is_first():
-            where = {"step": guard.num_steps, "epoch": guard.epoch, "stage": self.stage.name}
-            append_metrics(self.run_dir, where | {f"val_{name}": value for name, value in metrics.items()})
+            line = {**where, "stage": self.stage.name} | {f"val_{name}": value for name, value in metrics.items()}
+            append_metrics(self.run_dir, line)
+        self._progress.evaluated, self._progress.last_metrics = guard.num_steps, metrics
+        if by_steps:
+            self._progress.step_history.append({**where, **metrics})
+        if "loss" in metrics:
+            # Last: a signal that has come is answered here, and its checkpoint must contain the evaluation as made
+            guard.validate(metrics["loss"])
         return metrics
 
     @contextlib.contextmanager
@@ -321,25 +317,35 @@ class Trainer(Task):
         """Return an autocast context with the training's precision, for code outside a step."""
         return make_autocast(self.guard_config.autocast, self.device)
 
-    def _end_epoch(self, guard: Guard, val_loader: Iterable[Any] | None) -> dict[str, Any]:
-        """Return averages and maxima of the epoch, and the metrics of the evaluation."""
-        progress = self._progress
+    def _end_epoch(self, guard: Guard, val_loader: Iterable[Any] | None) -> None:
+        """Evaluate, note the epoch's averages and maxima, and save; an epoch cut by the step limit stays open."""
+        progress, is_cut = self._progress, self._has_reached_limit
+        if is_cut and progress.saved != guard.num_steps:  # inside the epoch, so that a higher limit continues here
+            self._save(guard)
         if guard.num_microbatches:  # the data's length was unknown, or a rollback left some of it out
             guard.step()
         # The last step is judged late: otherwise its numbers would count for the next epoch
         guard.flush()
         self._hear()
-        where = {"epoch": guard.epoch, "stage": self.stage.name, "step": guard.num_steps}
-        averages = progress.take_epoch()
-        progress.train_history.append({**where, **averages, "learning_rate": self._learning_rate})
-        result: dict[str, Any] = {**progress.train_history[-1]}
+        metrics: Metrics | None = None
         if val_loader is not None:
             fresh = progress.evaluated != guard.num_steps
             metrics = self._evaluate_now(guard, val_loader) if fresh else progress.last_metrics
-            progress.val_history.append({**where, **metrics})
-            result |= {f"val_{name}": value for name, value in metrics.items()}
-        self._tell(self.describe_epoch(result))
-        return result
+        where = {"epoch": guard.epoch, "stage": self.stage.name, "step": guard.num_steps}
+        result = {**where, **progress.average_epoch(), "learning_rate": self._learning_rate}
+        # After the evaluation, with nothing between that answers a signal: its checkpoint has all of this or none
+        note_epoch(progress.train_history, result)
+        if metrics is not None:
+            note_epoch(progress.val_history, {**where, **metrics})
+            result = result | {f"val_{name}": value for name, value in metrics.items()}
+        line = self.describe_epoch(result)
+        if not is_cut:
+            progress.begin_epoch()
+            guard.end_epoch()
+        self._tell(line)
+        self.end_epoch(result)
+        if not is_cut:
+            self._save(guard)
 
     def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
         """Format the line for the end of an epoch."""

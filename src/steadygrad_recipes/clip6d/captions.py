@@ -33,6 +33,10 @@ class Sample:
     """Name of the shard that it comes from, if any."""
     row: str = ""
     """Its row in that shard."""
+    parts: tuple[str, ...] = ()
+    """Names of what that row holds, whether it is used or not."""
+    first: int | None = None
+    """Id of an earlier sample with the same name and picture, in another shard or further up in this one."""
 
     @property
     def origin(self) -> tuple[str, str]:

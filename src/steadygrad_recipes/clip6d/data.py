@@ -79,6 +79,7 @@ def read_corpus(config: Clip6dConfig, folder: Path) -> Corpus:
             kept.append(sample)
         else:
             reason = f"of the modalities it has {' and '.join(having) or 'none'}, and two are needed"
+            reason += f"; it holds {', '.join(sample.parts)}" if sample.parts else ""
             left_out.append(LeftOut(*sample.origin, reason))
     train, val = _split(kept, config.val_share, config.seed)
     needed = config.batch_size * count_ranks()
@@ -107,7 +108,12 @@ def _split(samples: list[Sample], val_share: float, seed: int) -> tuple[list[Sam
     # A text as seed: the same in every process, whatever PYTHONHASHSEED is
     random.Random(f"split {seed}").shuffle(order)
     num_val = min(max(2, round(val_share * len(order))), len(order) // 2)
-    return sorted(order[num_val:], key=lambda s: s.id), sorted(order[:num_val], key=lambda s: s.id)
+    held_out = {sample.id for sample in order[:num_val]}
+    sides: tuple[list[Sample], list[Sample]] = [], []
+    for sample in sorted(order, key=lambda s: s.id):
+        # A copy goes where its first one is, or validation would reward what was learned by heart
+        sides[(sample.id if sample.first is None else sample.first) in held_out].append(sample)
+    return sides
 
 
 def _read_vectors(folder: Path, known: set[int], left_out: list[LeftOut]) -> dict[int, Tensor]:

@@ -121,11 +121,12 @@ class RunSaver(Callback):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Report the epoch's numbers, then save everything."""
         if self.guard is not None:
-            # Before `take_epoch`: the last step is judged late
+            # Before its averages: the last step is judged late
             self.guard.flush()
         self._hear()
         self._evaluate(trainer, pl_module)
-        epoch = {"epoch": trainer.current_epoch, "step": trainer.global_step, **self._progress.take_epoch()}
+        epoch = {"epoch": trainer.current_epoch, "step": trainer.global_step, **self._progress.average_epoch()}
+        self._progress.begin_epoch()
         epoch["learning_rate"] = max(group["lr"] for group in trainer.optimizers[0].param_groups)
         self._progress.train_history.append(epoch)
         self._progress.val_history.append({**self.metrics})

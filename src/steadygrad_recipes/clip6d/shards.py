@@ -8,8 +8,9 @@ object with `bytes` or `path`) and `caption`, `text`, or one column for each lan
 from __future__ import annotations
 
 import io
+import logging
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from steadygrad.extras import import_extra
 from steadygrad_recipes.clip6d.captions import LeftOut, Sample, find_image, find_text_fault
 from steadygrad_recipes.tables import parse_json
 
+logger = logging.getLogger("steadygrad")
+
 PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 CAPTIONS = ("caption", "text", "txt", "captions")
 """Names of a caption without a language."""
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
-Parts = Iterable[tuple[str, Any]]
+Parts = Collection[tuple[str, Any]]
 """What a row holds, by name or ending; an exception where it cannot be used."""
 
 
@@ -65,14 +68,45 @@ def read_shards(
     samples: list[Sample] = []
     vectors: dict[int, Tensor] = {}
     left_out: list[LeftOut] = []
+    known: dict[tuple[str, ...], tuple[str, ...]] = {}
     for shard in shards:
         rows = _read_tar(shard) if shard.suffix.lower() == ".tar" else _read_parquet(shard)
         for row, parts in rows:
-            sample = Sample(len(samples), shard=shard.name, row=row)
+            names = tuple(name for name, _ in parts)
+            # One tuple for all rows that hold the same
+            sample = Sample(len(samples), shard=shard.name, row=row, parts=known.setdefault(names, names))
             problems = _fill(sample, parts, languages, vectors, needs_images=needs_images)
             left_out += [LeftOut(shard.name, row, problem) for problem in problems if problem]
             samples.append(sample)
+    _mark_copies(samples)
     return samples, vectors, left_out
+
+
+def _mark_copies(samples: Iterable[Sample]) -> None:
+    """Mark the samples that have name and picture of an earlier one, and warn.
+
+    A name alone says nothing: many data sets count from 0 in each shard. Pictures are read only where their size is
+    the same too.
+    """
+    firsts: dict[tuple[str, int], Sample] = {}
+    copies: list[tuple[Sample, Sample]] = []
+    for sample in samples:
+        if not isinstance(sample.image, Place):
+            continue
+        first = firsts.setdefault((sample.row, sample.image.size), sample)
+        if first is not sample and first.image.read() == sample.image.read():
+            sample.first = first.id
+            copies.append((first, sample))
+    if copies:
+        first, sample = copies[0]
+        logger.warning(
+            "%s the name and the picture of an earlier sample, such as %s in %s and in %s. Both are samples, as in "
+            "webdataset, and both are trained on, or both validated on. Remove what is there twice by mistake.",
+            "1 sample has" if len(copies) == 1 else f"{len(copies)} samples have",
+            sample.row,
+            first.shard,
+            sample.shard,
+        )
 
 
 def _fill(

@@ -20,7 +20,7 @@ from steadygrad.errors import ConfigError
 from steadygrad.extras import import_extra
 from steadygrad.scan.foreign import load_checkpoint
 from steadygrad_recipes.cod.config import SIZES, CodConfig
-from steadygrad_recipes.loading import load_function
+from steadygrad_recipes.loading import call_function
 
 TIMM = "timm:"
 """Begins the name of a backbone of timm."""
@@ -186,7 +186,7 @@ def open_timm(name: str) -> tuple[nn.Module, list[int], int]:
 
 def load_network(name: str) -> nn.Module:
     """Return what the user's function `module:function` or `file.py:function` returns."""
-    made = load_function(name, "CodConfig.model")()
+    made = call_function(name, "CodConfig.model")
     if not isinstance(made, nn.Module):
         raise ConfigError(f"CodConfig.model: {name} returned {type(made).__name__}, not a torch.nn.Module.")
     return made

@@ -168,7 +168,7 @@ class CodTrainer(Trainer):
         ]
         if self._num_high:
             lines.append(f"   High gradient norm in {self._num_high} of {metrics['num_steps']:.0f} steps.")
-            lines += [] if self._is_advised else [words.ADVICE]
+            lines += [] if self._is_advised else [words.spell_advice(self.cod.grad_clip)]
             self._is_advised = True
         return "\n".join(lines)
 

@@ -9,7 +9,8 @@ BAR_WIDTH = 8
 HIGH_NORM = 5.0
 """Gradients above this multiple of the clipping threshold are worth a warning."""
 
-ADVICE = "   Consider reducing --grad-clip to 0.3 or --lr by 50%."
+CAREFUL_CLIP = 0.3
+"""The threshold to try when norms are high."""
 
 
 def spell_bar(epoch: int, epochs: int, done: int, total: int, seconds: float, loss: float, norm: float | None) -> str:
@@ -38,6 +39,12 @@ def spell_norms(metrics: Mapping[str, Any]) -> str:
 def spell_high_norm(norm: float, grad_clip: float) -> str:
     """Format the early warning."""
     return f"⚠️  High gradient norm detected: {norm:.2f} (clipped to {grad_clip:g})"
+
+
+def spell_advice(grad_clip: float) -> str:
+    """Consider reducing --grad-clip to 0.3 or --lr by 50%."""
+    lower_clip = f"--grad-clip to {CAREFUL_CLIP:g} or " if grad_clip > CAREFUL_CLIP else ""
+    return f"   Consider reducing {lower_clip}--lr by 50%."
 
 
 def spell_bad_loss(batch: int, loss: float) -> list[str]:

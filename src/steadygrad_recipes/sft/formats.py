@@ -21,6 +21,7 @@ from steadygrad_recipes.tables import (
     read_lines,
     require_text,
     require_unicode,
+    resolve_inside,
 )
 
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
@@ -39,7 +40,7 @@ Placed = tuple[Place, Any]
 def read_rows(path: Path, *, hub: bool = False) -> Iterator[Placed]:
     """Yield the rows at `path`; with `hub`, of a dataset of the hub if nothing is there."""
     if path.is_dir() or (hub and not path.exists()):
-        yield from _read_dataset(path, hub=hub)
+        yield from _read_dataset(path)
         return
     if not path.is_file():
         raise ConfigError(f"{path} does not exist. Give a file ({ENDINGS}), or --hub for a name on the hub.")
@@ -117,16 +118,46 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     yield from _number_rows(path, table.to_pylist())
 
 
-def _read_dataset(path: Path, *, hub: bool) -> Iterator[Placed]:
+def _read_dataset(path: Path) -> Iterator[Placed]:
     datasets = import_extra("data", "datasets", what=f"reading {path}", error=ConfigError)
+    is_saved = path.is_dir()
     try:
-        found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.load_dataset(str(path))
+        found = _load_saved(datasets, path) if is_saved else datasets.load_dataset(str(path))
+    except ConfigError:
+        raise
     except Exception as error:  # of the library, of arrow and of the net
-        how = "a folder saved by datasets' save_to_disk" if not hub or path.is_dir() else "a dataset of the hub"
+        damaged = _find_damaged(datasets, path) if is_saved else None
+        if damaged is not None:
+            raise ConfigError(
+                f"{damaged} cannot be read: {spell_reason(error)}. The file is damaged: write it again."
+            ) from None
+        how = "a folder saved by datasets' save_to_disk" if is_saved else "a dataset of the hub"
         raise ConfigError(f"{path} is not {how}: {spell_reason(error)}. Give a file ({ENDINGS}).") from None
     if isinstance(found, dict):  # splits by name
         found = found[_choose_split(path, found)]
     yield from _number_rows(path, found)
+
+
+def _load_saved(datasets: Any, path: Path) -> Any:
+    """Return the rows of a saved folder; of its parts only those of the one to use."""
+    parts = path / "dataset_dict.json"
+    if parts.is_file():
+        names = parse_json(parts.read_bytes())["splits"]
+        path = resolve_inside(path, _choose_split(path, dict.fromkeys(names)))
+    state = path / "state.json"
+    if state.is_file() and parse_json(state.read_bytes())["_data_files"] == []:
+        return []  # saved without rows, and datasets itself does not load that
+    return datasets.load_from_disk(str(path))
+
+
+def _find_damaged(datasets: Any, path: Path) -> Path | None:
+    """Return the first Arrow file in a folder that cannot be opened."""
+    for file in sorted(path.rglob("*.arrow")):
+        try:
+            datasets.Dataset.from_file(str(file))
+        except Exception:
+            return file
+    return None
 
 
 def _number_rows(path: Path, rows: Any) -> Iterator[Placed]:

@@ -17,7 +17,7 @@ import torch
 
 from steadygrad.errors import UsageError
 from steadygrad.trainer.evaluating import in_eval_mode
-from steadygrad_recipes.loading import load_function
+from steadygrad_recipes.loading import load_function, name_error, spell_place
 from steadygrad_recipes.sft.data import Example
 from steadygrad_recipes.sft.rows import Row, encode_prompt, list_labels
 
@@ -68,11 +68,12 @@ def load_checker(name: str | None) -> Checker:
 
 def check_answer(checker: Callable[[str, str], Any], text: str, completion: str) -> float:
     """Return what the checker says of an answer, as a number from 0 to 1; UsageError if it fails or says otherwise."""
-    asked = f"the checker, asked about {text[:40]!r} for {completion[:40]!r},"
+    asked = f"the checker {getattr(checker, '__name__', checker)}, asked about {text[:40]!r} for {completion[:40]!r},"
     try:
         found = checker(text, completion)
-    except Exception as error:  # the user's own code
-        raise UsageError(f"{asked} raised {error!r}. Return True or False.") from error
+    except (Exception, SystemExit) as error:  # the user's own code
+        place = spell_place(error, checker)
+        raise UsageError(f"{asked} raised {name_error(error)}{place}. Return True or False.") from error
     if not isinstance(found, bool | int | float) or not 0 <= found <= 1:
         raise UsageError(f"{asked} returned {found!r}. Return True or False, or a number from 0 to 1.")
     return float(found)
