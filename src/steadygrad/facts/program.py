@@ -102,6 +102,27 @@ class LabelScan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaskScan:
+    """The padding masks that attention got, against the tokens that the model was called with."""
+
+    step: int
+    num_swapped_rows: int
+    """Rows in which every mask hides all tokens but the padding at one end; 0 if some attention sees the others."""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangedArguments:
+    """A loss whose input is labels, zeros and ones without a gradient, and whose target is a model's output."""
+
+    step: int
+    op: str
+    """'cross_entropy', 'binary_cross_entropy_with_logits', ..."""
+    where: str = ""
+    """file:line, or empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LabelDependence:
     """How far inputs tell labels apart, against the same labels shuffled."""
 
@@ -332,6 +353,8 @@ ProgramFact = (
     | TargetScan
     | Divisions
     | LabelScan
+    | MaskScan
+    | ExchangedArguments
     | LabelDependence
     | MixedAxes
     | VisibleLabel

@@ -53,6 +53,11 @@ def read_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return ModelCall(tokens, mask, name)
 
 
+def list_texts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return all arguments of a call that may be tokens."""
+    return [tensor for name, tensor in _name_arguments(model, args, kwargs) if _may_be_tokens(name, tensor)]
+
+
 class PendingLabels:
     """A scan of labels whose numbers are still being copied."""
 
@@ -68,7 +73,7 @@ class PendingLabels:
         row = [*self._rows.read()["labels"], *[0.0] * 16]  # without tokens, the row ends early
         counted, lowest, highest, rows, causal = (int(number) for number in row[:5])
         pairs = zip(OFFSETS, row[5:11:2], row[6:11:2])
-        padded, at_padding, ends, swapped, hidden = (int(number) for number in row[11:16])
+        padded, at_padding, ends, swapped = (int(number) for number in row[11:15])
         return LabelScan(
             step=step,
             num_counted=counted,
@@ -83,7 +88,7 @@ class PendingLabels:
             num_at_padding=at_padding,
             num_lost_ends=ends,
             num_padded_rows=padded,
-            num_swapped_rows=max(swapped if self._keeps else 0, hidden),
+            num_swapped_rows=swapped if self._keeps else 0,
             where=self._where,
         )
 
@@ -117,7 +122,6 @@ def scan_labels(
         rows, counted = target.reshape(-1, length), counted.reshape(-1, length)  # [B, T]
         numbers += _match(rows, counted, tokens.to(torch.int64))
         numbers += _look_at_padding(counted, tokens.to(torch.int64), call.mask)
-        numbers.append(_count_hidden(tokens, masks))
     row = torch.stack([number.to(torch.int64) for number in numbers]).double()
     is_causal = is_recurrent or any(mask is True for mask in masks)
     sent = send_rows({"labels": row}, transfer)
@@ -143,8 +147,8 @@ def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> li
     if mask is None or mask.device != tokens.device or not is_readable(mask):
         return [_number(tokens, 0)] * 4
     ones = mask != 0  # [B, T]
-    zeros_are_padding = _is_one_token(tokens, ~ones) & ~_is_one_token(tokens, ones)
-    ones_are_padding = _is_one_token(tokens, ones) & ~_is_one_token(tokens, ~ones)
+    zeros_are_padding = is_one_token(tokens, ~ones) & ~is_one_token(tokens, ones)
+    ones_are_padding = is_one_token(tokens, ones) & ~is_one_token(tokens, ~ones)
     keep = torch.where(ones_are_padding, ~ones, ones)
     is_clear = zeros_are_padding | ones_are_padding
     padded = (~keep).any(1) & keep.any(1) & is_clear  # [B]
@@ -160,19 +164,7 @@ def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> li
     return [padded.sum(), at_padding, lost, (padded & ones_are_padding).sum()]
 
 
-def _count_hidden(tokens: Tensor, masks: Sequence[Tensor | bool]) -> Tensor:
-    """Return the rows in which attention sees only one repeated token, and is kept from those that vary."""
-    num_rows, length = tokens.shape
-    for mask in masks:
-        fits = isinstance(mask, Tensor) and mask.dim() > 2 and len(mask) == num_rows and mask.shape[-1] == length
-        if isinstance(mask, Tensor) and fits and mask.device == tokens.device and is_readable(mask):
-            hidden = mask.reshape(num_rows, -1, length).all(1)  # [rows, tokens]: from every other token
-            is_swapped = _is_one_token(tokens, ~hidden) & ~_is_one_token(tokens, hidden)
-            return (hidden.any(1) & is_swapped).sum()
-    return _number(tokens, 0)
-
-
-def _is_one_token(tokens: Tensor, where: Tensor) -> Tensor:
+def is_one_token(tokens: Tensor, where: Tensor) -> Tensor:
     """Whether there are tokens at these places, all the same: a bool on the device."""
     return torch.where(where, tokens, -BIG).amax() == torch.where(where, tokens, BIG).amin()
 

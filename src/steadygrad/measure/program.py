@@ -21,8 +21,9 @@ from steadygrad.facts.program import LossCall, LossScan, MixedAxes
 from steadygrad.measure.cuts import CutWatch
 from steadygrad.measure.dependence import STARTS, DependenceWatch
 from steadygrad.measure.divisors import PendingDivisions, scan_divisors
+from steadygrad.measure.exchanged_arguments import PendingExchange, Suspect, find_suspects
 from steadygrad.measure.graph import CallWatch, may_enter
-from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
+from steadygrad.measure.labels import ModelCall, PendingLabels, list_texts, read_call, scan_labels
 from steadygrad.measure.leaks import LeakWatch
 from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
 from steadygrad.measure.loss_targets import LossTarget, PendingTargets, find_loss_targets
@@ -31,6 +32,7 @@ from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.next_token import NextTokenWatch
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.own_loads import OwnLoadWatch
+from steadygrad.measure.padding_masks import AttentionWatch, PendingMasks, scan_masks
 from steadygrad.measure.pixels import PixelWatch
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
@@ -51,7 +53,7 @@ NUM_DIVISORS = 64
 """Divisions of the first graph that are looked at."""
 NUM_TARGETS = 4
 """Losses of a backward whose targets are looked at."""
-Pending = PendingLabels | PendingDivisions | PendingRestored | PendingTargets
+Pending = PendingExchange | PendingMasks | PendingLabels | PendingDivisions | PendingRestored | PendingTargets
 NUM_LABELS = 64
 """Backwards whose labels are looked at, if there is one for each sample; later ones with the periodic scans."""
 
@@ -72,6 +74,7 @@ class ProgramWatch:
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
         self.own_loads, self._splits = OwnLoadWatch(trained), SplitWatch()
+        self._attention = AttentionWatch(trained.model)
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
         self._cuts: CutWatch | None = None
@@ -89,6 +92,8 @@ class ProgramWatch:
         """Loss functions that the first step called, and where; only known where its calls could be watched."""
         self.loss_targets: Sequence[LossTarget] = ()
         """Targets of losses that the first step called and that leave no node of their own; likewise."""
+        self.exchanged: Sequence[Suspect] = ()
+        """Calls of losses in which only the target has a gradient; likewise."""
 
     def compile(self, device: torch.device) -> None:
         """Load the kernels of the looks at batch and labels now: on CUDA each costs milliseconds when first used."""
@@ -131,6 +136,8 @@ class ProgramWatch:
         if self._num_calls == 1:
             self._try(self._seeds.begin)
         self._note_seeds()
+        if self._num_backwards < NUM_FULL and may_enter(self._model):
+            self._try(self._attention.begin)
         if self._num_calls == 1 and may_enter(self._model):
             self._time_first = TimeFirstWatch(self._model)
             if not self._is_inside and model is self._model:
@@ -182,6 +189,7 @@ class ProgramWatch:
             self._try(self._look, step, loss, number, False)
         # Do not keep the batch alive beyond its backward.
         self._call = None
+        self._attention.close()
 
     def before_own_backward(self, loss: Tensor) -> None:
         """The program calls backward itself; losses that were seen already, and those of other models, are left out."""
@@ -193,6 +201,7 @@ class ProgramWatch:
         if not self._every:
             return
         self._next_step, self._has_batch, self._call, self._cuts = step + 1, False, None, None
+        self._attention.close()
         self._modes.end_step()
         self.own_loads.end_step(step)
         self._splits.listen()
@@ -220,7 +229,8 @@ class ProgramWatch:
         if self._facts:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
-            facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
+            read = [one.read(step) if isinstance(one, Pending) else one for one in known]
+            facts += [fact for fact in read if fact is not None]
         watches = (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token)
         for watch in (*watches, self._leaks, self._pixels, self._splits):
             if watch.has_news:
@@ -255,14 +265,20 @@ class ProgramWatch:
             self._facts += [(step, LossScan(step=step, calls=calls))] if calls else []
             targets = [*seen, *itertools.islice(find_loss_targets(loss), NUM_TARGETS)]
             self._facts += [(step, PendingTargets(one, self._transfer)) for one in targets]
+            suspects, self.exchanged = [*self.exchanged, *itertools.islice(find_suspects(loss), NUM_TARGETS)], ()
+            self._facts += [(step, PendingExchange(one, self._transfer)) for one in suspects]
+        texts = list_texts(self._model, args, kwargs) if is_full else []
+        graph_masks = self._list_masks(loss) if texts else []
+        if texts and not self._attention.has_unmasked:
+            swapped = scan_masks(texts, [*self._attention.masks, *graph_masks], self._attention.where, self._transfer)
+            self._facts += [] if swapped is None else [(step, swapped)]
         self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
-            masks = self._list_masks(loss) if is_full and call.tokens is not None else []
             pending = scan_labels(
                 labels,
                 call,
-                masks=masks,
+                masks=graph_masks,
                 is_given=labels.target.data_ptr() in self._given,
                 is_recurrent=is_full and self._is_recurrent(),
                 where=self.loss_places.get("cross_entropy") or self.loss_places.get("nll_loss") or find_caller(),
