@@ -25,7 +25,14 @@ from steadygrad.measure.exchanged_arguments import PendingExchange, Suspect, fin
 from steadygrad.measure.graph import CallWatch, may_enter
 from steadygrad.measure.labels import ModelCall, PendingLabels, list_texts, read_call, scan_labels
 from steadygrad.measure.leaks import LeakWatch
-from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
+from steadygrad.measure.loss_graph import (
+    Labels,
+    find_divisors,
+    find_masks,
+    find_one_element_norms,
+    look_at_loss,
+    sees_all,
+)
 from steadygrad.measure.loss_targets import LossTarget, PendingTargets, find_loss_targets
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
@@ -100,6 +107,7 @@ class ProgramWatch:
         tokens = torch.arange(16, device=device).reshape(2, 8)
         labels = Labels(tokens.flatten(), -100, 16, is_reduced=True, is_whole=True, outputs=None)
         self._try(scan_labels, labels, ModelCall(tokens, tokens > 3))
+        self._try(scan_masks, [tokens], [tokens[:, None] > 3])
         self._try(scan_divisors, [torch.ones(2, device=device)])
         self._try(sum_on_device, tokens)
         self._try(self._restored.compile)
@@ -269,9 +277,8 @@ class ProgramWatch:
             self._facts += [(step, PendingExchange(one, self._transfer)) for one in suspects]
         texts = list_texts(self._model, args, kwargs) if is_full else []
         graph_masks = self._list_masks(loss) if texts else []
-        if texts and not self._attention.has_unmasked:
-            swapped = scan_masks(texts, [*self._attention.masks, *graph_masks], self._attention.where, self._transfer)
-            self._facts += [] if swapped is None else [(step, swapped)]
+        if texts:
+            self._try(self._scan_masks, step, loss, texts, graph_masks)
         self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
@@ -294,6 +301,15 @@ class ProgramWatch:
                 self._try(self._row_gradients.note, step, loss, look.labels[0], inputs)
             if self._may_differentiate and (number == 1 or self._next_token.wants_more):
                 self._try(self._next_token.note, step, loss, look.labels[0])
+
+    def _scan_masks(
+        self, step: int, loss: Tensor, texts: Sequence[Tensor], graph_masks: Sequence[Tensor | bool]
+    ) -> None:
+        layers = self._attention
+        if layers.has_unmasked or (not layers.masks and any(sees_all(loss, text.shape[1]) for text in texts)):
+            return
+        pending = scan_masks(texts, [*layers.masks, *graph_masks], layers.where, self._transfer)
+        self._facts += [] if pending is None else [(step, pending)]
 
     def _list_masks(self, loss: Tensor) -> list[Tensor | bool]:
         """Return the masks of attention; a model that is causal by flags alone is not searched again."""
