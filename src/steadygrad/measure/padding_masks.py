@@ -19,9 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from steadygrad.facts.program import MaskScan
 from steadygrad.measure.labels import is_one_token
 from steadygrad.measure.loss_graph import HIDDEN
+from steadygrad.measure.quiet_hook import QuietHook, remove_hooks
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.suspicious_ops import find_caller
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.hidden_hooks import hide_hooks
 
 MOST_MASKS = 64
 PLACE_OF_MASK = 3
@@ -47,14 +49,16 @@ class AttentionWatch:
         """Listen to what is called from now on."""
         if not self._handles:
             self.masks, self.has_unmasked, self.where = [], False, ""
+            hear = QuietHook(self._hear, num_arguments=3)
             # A subclass with a forward of its own may take masks of another meaning.
-            layers = (one for one in self._model.modules() if type(one).forward is nn.MultiheadAttention.forward)
-            self._handles = [one.register_forward_pre_hook(self._hear, with_kwargs=True) for one in layers]
+            for layer in self._model.modules():
+                if type(layer).forward is nn.MultiheadAttention.forward:
+                    hide_hooks(layer)
+                    self._handles.append(layer.register_forward_pre_hook(hear, with_kwargs=True))
 
     def close(self) -> None:
         """Stop listening, and keep no tensor of the step."""
-        while self._handles:
-            self._handles.pop().remove()
+        remove_hooks(self._handles)
         self.masks = []
 
     def _hear(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -80,7 +84,7 @@ class PendingMasks:
 
 @torch.no_grad()
 def scan_masks(
-    texts: Sequence[Tensor], masks: Sequence[Tensor | bool], where: str = "", transfer: Transfer | None = None
+    texts: Sequence[Tensor], masks: Sequence[Tensor], where: str = "", transfer: Transfer | None = None
 ) -> PendingMasks | None:
     """Queue a scan of masks, True or very low where something is hidden, and of the tokens that each of them fits.
 
@@ -88,7 +92,7 @@ def scan_masks(
     """
     counts = []
     for mask in masks:
-        fits = [one for tokens in texts if isinstance(mask, Tensor) and (one := _fit(tokens, mask)) is not None]
+        fits = [one for tokens in texts if (one := _fit(tokens, mask)) is not None]
         if len(fits) > 1:
             return None
         counts += [_count_swapped(*one) for one in fits]

@@ -302,13 +302,14 @@ class ProgramWatch:
             if self._may_differentiate and (number == 1 or self._next_token.wants_more):
                 self._try(self._next_token.note, step, loss, look.labels[0])
 
-    def _scan_masks(
-        self, step: int, loss: Tensor, texts: Sequence[Tensor], graph_masks: Sequence[Tensor | bool]
-    ) -> None:
+    def _scan_masks(self, step: int, loss: Tensor, texts: Sequence[Tensor], found: Sequence[Tensor | bool]) -> None:
         layers = self._attention
-        if layers.has_unmasked or (not layers.masks and any(sees_all(loss, text.shape[1]) for text in texts)):
+        masks = [mask for mask in (*layers.masks, *found) if isinstance(mask, Tensor)]
+        if not masks or layers.has_unmasked:
             return
-        pending = scan_masks(texts, [*layers.masks, *graph_masks], layers.where, self._transfer)
+        if not layers.masks and any(sees_all(loss, text.shape[1]) for text in texts):
+            return
+        pending = scan_masks(texts, masks, layers.where, self._transfer)
         self._facts += [] if pending is None else [(step, pending)]
 
     def _list_masks(self, loss: Tensor) -> list[Tensor | bool]:
