@@ -273,6 +273,61 @@ def layer_with_a_mask_of_tokens(bug: bool) -> Built:
     return _classify(Net())
 
 
+@case(None, "an argument attn_mask that means what torch's key_padding_mask means, and tags for the tokens")
+def argument_that_is_true_at_padding(bug: bool) -> Built:
+    class Net(Encoder):
+        def forward(self, tokens: Tensor, attn_mask: Tensor) -> Tensor:
+            return self.out(self.encoder(self.embedding(tokens), src_key_padding_mask=attn_mask != 0))
+
+    model = Net(lambda tokens: None)
+
+    def train(guard: Any) -> None:
+        for i, rows in enumerate(sequences(6)):
+            tokens = _pad(rows)
+            mask = tokens == 0
+            labels = (tokens % 4).masked_fill(mask, -100)
+            guard.step(
+                lambda *b: F.cross_entropy(model(*b[:2]).mT, b[2]), tokens, mask if i % 2 else mask.long(), labels
+            )
+
+    return model, adam(model), train
+
+
+@case(None, "an argument attention_mask that is added to the scores")
+def argument_that_is_added(bug: bool) -> Built:
+    class Net(Encoder):
+        def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+            h = self.embedding(tokens)
+            return self.out(((h @ h.mT + attention_mask[:, None]).softmax(-1) @ h).mean(1))
+
+    model = Net(lambda tokens: None)
+
+    def train(guard: Any) -> None:
+        for rows in sequences(6):
+            tokens = _pad(rows)
+            guard.step(lambda *b: F.cross_entropy(model(*b), b[0][:, 0] % 4), tokens, (tokens == 0) * -1e9)
+
+    return model, adam(model), train
+
+
+@case("swapped_mask", "huggingface: an attention mask that is 1 at padding, for a classifier")
+def classifier_with_a_mask_of_padding(bug: bool) -> Built:
+    class Net(Encoder):
+        def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+            h, added = self.embedding(tokens), (1 - attention_mask[:, None].float()) * -1e9
+            return self.out(((h @ h.mT + added).softmax(-1) @ h).mean(1))
+
+    model = Net(lambda tokens: None)
+
+    def train(guard: Any) -> None:
+        for rows in sequences(6):
+            tokens = _pad(rows)
+            mask = (tokens == 0 if bug else tokens != 0).long()
+            guard.step(lambda *b: F.cross_entropy(model(*b), b[0][:, 0] % 4), tokens, mask)
+
+    return model, adam(model), train
+
+
 @case(None, "frames at the end of a buffer as long as that of the text, whose padding is there too")
 def frames_beside_text(bug: bool) -> Built:
     class Net(nn.Module):

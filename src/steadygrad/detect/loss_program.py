@@ -302,16 +302,15 @@ class LostEnds(OnceRule[LabelScan]):
         )
 
 
-class SwappedMask(OnceRule[LabelScan | MaskScan]):
+class SwappedMask(OnceRule[MaskScan]):
     """A mask keeps the padding and hides everything else."""
 
     name = "swapped_mask"
-    hears = (LabelScan, MaskScan)
+    hears = (MaskScan,)
 
-    def judge(self, fact: LabelScan | MaskScan) -> Finding | None:
+    def judge(self, fact: MaskScan) -> Finding | None:
         """Return the finding if this scan shows it."""
-        padded = fact.num_padded_rows if isinstance(fact, LabelScan) else 0
-        if fact.num_swapped_rows < max(2, 0.9 * padded):
+        if fact.num_swapped_rows < 2:
             return None
         return self.report(
             step=fact.step,

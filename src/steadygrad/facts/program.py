@@ -96,8 +96,6 @@ class LabelScan:
     num_lost_ends: int = 0
     """Padded rows whose last real token is the padding token itself and whose label there is ignored."""
     num_padded_rows: int = 0
-    num_swapped_rows: int = 0
-    """Padded rows in which the mask keeps nothing but one repeated token, and hides varied ones."""
     where: str = ""
 
 

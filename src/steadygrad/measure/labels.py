@@ -27,8 +27,8 @@ FEWEST_TOKENS = 4
 """Tokens in a row below which alignment says nothing."""
 NOT_TOKENS = ("label", "target", "position", "type", "mask")
 """Words in the names of integer arguments that are not tokens."""
-KEEPING = ("attention", "attn", "keep", "valid")
-"""Words in the names of masks that are 1 where there is something to read."""
+KEEPING = ("attention_mask", "keep", "valid")
+"""Words in the names of masks that are 1 where there is something to read; torch's `attn_mask` is not one of them."""
 # Beyond any token or label, and exact in float64.
 BIG = 1 << 52
 
@@ -39,7 +39,6 @@ class ModelCall:
 
     tokens: Tensor | None = None
     mask: Tensor | None = None
-    mask_name: str = ""
 
 
 def read_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelCall:
@@ -48,9 +47,8 @@ def read_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     tokens = next((t for name, t in named if _may_be_tokens(name, t)), None)
     if tokens is None:
         return ModelCall()
-    masks = [(name, t) for name, t in named if t is not tokens and t.shape == tokens.shape and _may_be_mask(name, t)]
-    name, mask = masks[0] if masks else ("", None)
-    return ModelCall(tokens, mask, name)
+    masks = [t for name, t in named if t is not tokens and t.shape == tokens.shape and _may_be_mask(name, t)]
+    return ModelCall(tokens, masks[0] if masks else None)
 
 
 def list_texts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -58,14 +56,22 @@ def list_texts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [tensor for name, tensor in _name_arguments(model, args, kwargs) if _may_be_tokens(name, tensor)]
 
 
+def list_keeping(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the masks among the arguments of a call that are to be 1 at tokens, by their names.
+
+    Not those of bools: torch's own are True where something is hidden.
+    """
+    named = [
+        one for one in _name_arguments(model, args, kwargs) if one[1].dtype is not torch.bool and one[1].dim() == 2
+    ]
+    return [t for name, t in named if _may_be_mask(name, t) and any(word in name for word in KEEPING)]
+
+
 class PendingLabels:
     """A scan of labels whose numbers are still being copied."""
 
-    def __init__(
-        self, rows: PendingRows, *, labels: Labels, call: ModelCall, is_causal: bool, is_given: bool, where: str
-    ) -> None:
+    def __init__(self, rows: PendingRows, *, labels: Labels, is_causal: bool, is_given: bool, where: str) -> None:
         self._rows, self._num_classes, self._is_reduced = rows, labels.num_classes, labels.is_reduced
-        self._keeps = any(word in call.mask_name for word in KEEPING)
         self._is_causal, self._is_given, self._where = is_causal, is_given, where
 
     def read(self, step: int) -> LabelScan:
@@ -73,7 +79,7 @@ class PendingLabels:
         row = [*self._rows.read()["labels"], *[0.0] * 16]  # without tokens, the row ends early
         counted, lowest, highest, rows, causal = (int(number) for number in row[:5])
         pairs = zip(OFFSETS, row[5:11:2], row[6:11:2])
-        padded, at_padding, ends, swapped = (int(number) for number in row[11:15])
+        padded, at_padding, ends = (int(number) for number in row[11:14])
         return LabelScan(
             step=step,
             num_counted=counted,
@@ -88,7 +94,6 @@ class PendingLabels:
             num_at_padding=at_padding,
             num_lost_ends=ends,
             num_padded_rows=padded,
-            num_swapped_rows=swapped if self._keeps else 0,
             where=self._where,
         )
 
@@ -125,7 +130,7 @@ def scan_labels(
     row = torch.stack([number.to(torch.int64) for number in numbers]).double()
     is_causal = is_recurrent or any(mask is True for mask in masks)
     sent = send_rows({"labels": row}, transfer)
-    return PendingLabels(sent, labels=labels, call=call, is_causal=is_causal, is_given=is_given, where=where)
+    return PendingLabels(sent, labels=labels, is_causal=is_causal, is_given=is_given, where=where)
 
 
 def _match(rows: Tensor, counted: Tensor, tokens: Tensor) -> list[Tensor]:
@@ -140,12 +145,12 @@ def _match(rows: Tensor, counted: Tensor, tokens: Tensor) -> list[Tensor]:
 
 
 def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Padded rows; counted labels at padding; padded rows that lost their end; rows whose mask is the wrong way round.
+    """Padded rows; counted labels at padding; padded rows that lost their end.
 
     Which value of the mask is padding is decided by the tokens: all places of that value hold the same one.
     """
     if mask is None or mask.device != tokens.device or not is_readable(mask):
-        return [_number(tokens, 0)] * 4
+        return [_number(tokens, 0)] * 3
     ones = mask != 0  # [B, T]
     zeros_are_padding = is_one_token(tokens, ~ones) & ~is_one_token(tokens, ones)
     ones_are_padding = is_one_token(tokens, ones) & ~is_one_token(tokens, ~ones)
@@ -161,7 +166,7 @@ def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> li
     padding = torch.where(keep, -BIG, tokens).amax()
     ends = (tokens.gather(1, last).squeeze(1) == padding) & ~placed.gather(1, last).squeeze(1) & placed.any(1) & padded
     lost = ends.sum() if shift else _number(tokens, 0)
-    return [padded.sum(), at_padding, lost, (padded & ones_are_padding).sum()]
+    return [padded.sum(), at_padding, lost]
 
 
 def is_one_token(tokens: Tensor, where: Tensor) -> Tensor:

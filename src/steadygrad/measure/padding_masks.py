@@ -31,7 +31,7 @@ PLACE_OF_MASK = 3
 
 
 class AttentionWatch:
-    """Listens to torch's attention layers between `begin` and `close`.
+    """Listens to torch's attention layers between `begin` and `close`, in the first steps only.
 
     A layer that needs its weights adds the mask in an op that saves none of it, so the graph does not show all masks.
     """
@@ -44,11 +44,12 @@ class AttentionWatch:
         self.has_unmasked = False
         """Whether a layer got no mask at all."""
         self.where = ""
+        self.is_on = False
 
     def begin(self) -> None:
         """Listen to what is called from now on."""
-        if not self._handles:
-            self.masks, self.has_unmasked, self.where = [], False, ""
+        if not self.is_on:
+            self.masks, self.has_unmasked, self.where, self.is_on = [], False, "", True
             hear = QuietHook(self._hear, num_arguments=3)
             # A subclass with a forward of its own may take masks of another meaning.
             for layer in self._model.modules():
@@ -59,7 +60,7 @@ class AttentionWatch:
     def close(self) -> None:
         """Stop listening, and keep no tensor of the step."""
         remove_hooks(self._handles)
-        self.masks = []
+        self.masks, self.is_on = [], False
 
     def _hear(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         mask = args[PLACE_OF_MASK] if len(args) > PLACE_OF_MASK else kwargs.get("key_padding_mask")
@@ -99,6 +100,11 @@ def scan_masks(
     if not counts:
         return None
     return PendingMasks(send_rows({"masks": torch.stack(counts).amin().double()[None]}, transfer), where)
+
+
+def find_hidden(mask: Tensor) -> Tensor:
+    """Return what a mask that is 1 at tokens hides; one with negative numbers is added to the scores."""
+    return torch.where((mask < 0).any(), mask < HIDDEN, mask == 0)
 
 
 def _fit(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -23,7 +23,7 @@ from steadygrad.measure.dependence import STARTS, DependenceWatch
 from steadygrad.measure.divisors import PendingDivisions, scan_divisors
 from steadygrad.measure.exchanged_arguments import PendingExchange, Suspect, find_suspects
 from steadygrad.measure.graph import CallWatch, may_enter
-from steadygrad.measure.labels import ModelCall, PendingLabels, list_texts, read_call, scan_labels
+from steadygrad.measure.labels import ModelCall, PendingLabels, list_keeping, list_texts, read_call, scan_labels
 from steadygrad.measure.leaks import LeakWatch
 from steadygrad.measure.loss_graph import (
     Labels,
@@ -39,7 +39,7 @@ from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.next_token import NextTokenWatch
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.own_loads import OwnLoadWatch
-from steadygrad.measure.padding_masks import AttentionWatch, PendingMasks, scan_masks
+from steadygrad.measure.padding_masks import AttentionWatch, PendingMasks, find_hidden, scan_masks
 from steadygrad.measure.pixels import PixelWatch
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
@@ -275,10 +275,8 @@ class ProgramWatch:
             self._facts += [(step, PendingTargets(one, self._transfer)) for one in targets]
             suspects, self.exchanged = [*self.exchanged, *itertools.islice(find_suspects(loss), NUM_TARGETS)], ()
             self._facts += [(step, PendingExchange(one, self._transfer)) for one in suspects]
-        texts = list_texts(self._model, args, kwargs) if is_full else []
-        graph_masks = self._list_masks(loss) if texts else []
-        if texts:
-            self._try(self._scan_masks, step, loss, texts, graph_masks)
+        graph_masks = self._list_masks(loss) if is_full and list_texts(self._model, args, kwargs) else []
+        self._try(self._scan_masks, step, loss, graph_masks)
         self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
@@ -302,12 +300,15 @@ class ProgramWatch:
             if self._may_differentiate and (number == 1 or self._next_token.wants_more):
                 self._try(self._next_token.note, step, loss, look.labels[0])
 
-    def _scan_masks(self, step: int, loss: Tensor, texts: Sequence[Tensor], found: Sequence[Tensor | bool]) -> None:
-        layers = self._attention
-        masks = [mask for mask in (*layers.masks, *found) if isinstance(mask, Tensor)]
-        if not masks or layers.has_unmasked:
+    def _scan_masks(self, step: int, loss: Tensor, found: Sequence[Tensor | bool]) -> None:
+        layers, (args, kwargs) = self._attention, self._call or ((), {})
+        if not layers.is_on or layers.has_unmasked:
             return
-        if not layers.masks and any(sees_all(loss, text.shape[1]) for text in texts):
+        texts = list_texts(self._model, args, kwargs)
+        given = [find_hidden(mask) for mask in list_keeping(self._model, args, kwargs)]
+        masks = [*layers.masks, *given, *(mask for mask in found if isinstance(mask, Tensor))]
+        is_known = bool(layers.masks or given or not masks)
+        if not is_known and any(sees_all(loss, text.shape[1]) for text in texts):
             return
         pending = scan_masks(texts, masks, layers.where, self._transfer)
         self._facts += [] if pending is None else [(step, pending)]
