@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 
-import axis_cases  # noqa: F401  (registers its cases)
+import argument_cases  # noqa: F401  (registers its cases)
+import axis_cases  # noqa: F401
 import cut_cases  # noqa: F401
 import group_cases  # noqa: F401
 import load_cases  # noqa: F401

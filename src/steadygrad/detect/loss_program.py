@@ -8,7 +8,16 @@ from __future__ import annotations
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Finding
-from steadygrad.facts.program import LabelScan, LeakedLabel, LossCall, LossScan, MixedAxes, VisibleLabel
+from steadygrad.facts.program import (
+    ExchangedArguments,
+    LabelScan,
+    LeakedLabel,
+    LossCall,
+    LossScan,
+    MaskScan,
+    MixedAxes,
+    VisibleLabel,
+)
 
 RAW = frozenset(("linear", "convolution", "softmax", "sigmoid", "relu", "tanh"))
 """Ops whose output is not a log-probability."""
@@ -19,14 +28,22 @@ PADDING_SHARE = 0.2
 """Share of the counted labels that may be padding."""
 
 
-class WrongLossInput(OnceRule[LossScan]):
-    """A loss gets the wrong kind of input: probabilities for log-probabilities, a sigmoid for logits."""
+class WrongLossInput(OnceRule[LossScan | ExchangedArguments]):
+    """A loss gets the wrong input: probabilities for log-probabilities, a sigmoid for logits, labels for outputs."""
 
     name = "wrong_loss_input"
-    hears = (LossScan,)
+    hears = (LossScan, ExchangedArguments)
 
-    def judge(self, fact: LossScan) -> Finding | None:
+    def judge(self, fact: LossScan | ExchangedArguments) -> Finding | None:
         """Return the finding about the first loss that is wrong."""
+        if isinstance(fact, ExchangedArguments):
+            return self.report(
+                step=fact.step,
+                message=f"{fact.op} gets its arguments in the wrong order{at(fact.where)}: the first one is labels, "
+                "zeros and ones without a gradient, and the model's output is taken for the target",
+                advice=f"Put the output first: {fact.op}(output, labels).",
+                evidence={"op": fact.op, "where": fact.where},
+            )
         for call in fact.calls:
             found = _judge_input(call)
             if found is not None:
@@ -285,15 +302,15 @@ class LostEnds(OnceRule[LabelScan]):
         )
 
 
-class SwappedMask(OnceRule[LabelScan]):
+class SwappedMask(OnceRule[MaskScan]):
     """A mask keeps the padding and hides everything else."""
 
     name = "swapped_mask"
-    hears = (LabelScan,)
+    hears = (MaskScan,)
 
-    def judge(self, fact: LabelScan) -> Finding | None:
+    def judge(self, fact: MaskScan) -> Finding | None:
         """Return the finding if this scan shows it."""
-        if fact.num_swapped_rows < max(2, 0.9 * fact.num_padded_rows):
+        if fact.num_swapped_rows < 2:
             return None
         return self.report(
             step=fact.step,

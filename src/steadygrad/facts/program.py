@@ -96,9 +96,28 @@ class LabelScan:
     num_lost_ends: int = 0
     """Padded rows whose last real token is the padding token itself and whose label there is ignored."""
     num_padded_rows: int = 0
-    num_swapped_rows: int = 0
-    """Padded rows in which the mask keeps nothing but one repeated token, and hides varied ones."""
     where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskScan:
+    """The padding masks that attention got, against the tokens that the model was called with."""
+
+    step: int
+    num_swapped_rows: int
+    """Rows in which every mask hides all tokens but the padding at one end; 0 if some attention sees the others."""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangedArguments:
+    """A loss whose input is labels, zeros and ones without a gradient, and whose target is a model's output."""
+
+    step: int
+    op: str
+    """'cross_entropy', 'binary_cross_entropy_with_logits', ..."""
+    where: str = ""
+    """file:line, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +351,8 @@ ProgramFact = (
     | TargetScan
     | Divisions
     | LabelScan
+    | MaskScan
+    | ExchangedArguments
     | LabelDependence
     | MixedAxes
     | VisibleLabel

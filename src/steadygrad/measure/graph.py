@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from steadygrad.facts import Broadcast, GraphScan
 from steadygrad.measure.call_in_place import call_in_place
 from steadygrad.measure.cuts import CutWatch
+from steadygrad.measure.exchanged_arguments import Suspect
 from steadygrad.measure.graph_leaves import find_leaves
 from steadygrad.measure.loss_targets import LossTarget
 from steadygrad.measure.mixed_axes import ReshapeWatch
@@ -58,6 +59,8 @@ class GraphWatch:
         """Loss functions that were called, and file:line of the last call."""
         self.loss_targets: list[LossTarget] = []
         """Targets of losses that leave no node of their own in the graph."""
+        self.exchanged: list[Suspect] = []
+        """Calls of losses in which only the target has a gradient."""
         self.reshapes, self.cuts = ReshapeWatch(), CutWatch()
         self.has_watched = False
         """Whether it was ever entered: else `reshapes` and `cuts` know nothing, not even that there is no hook."""
@@ -88,6 +91,7 @@ class GraphWatch:
             self._double_softmaxes = tuple(mode.suspicious_ops.double_softmaxes)
             self.loss_places = mode.suspicious_ops.loss_places
             self.loss_targets = mode.suspicious_ops.loss_targets
+            self.exchanged = mode.suspicious_ops.exchanged
 
     def read(self, step: int, loss: Tensor | None) -> GraphScan:
         """Return what was seen while entered, and what `loss` was made from; before or after its backward."""

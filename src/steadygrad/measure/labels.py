@@ -27,8 +27,8 @@ FEWEST_TOKENS = 4
 """Tokens in a row below which alignment says nothing."""
 NOT_TOKENS = ("label", "target", "position", "type", "mask")
 """Words in the names of integer arguments that are not tokens."""
-KEEPING = ("attention", "attn", "keep", "valid")
-"""Words in the names of masks that are 1 where there is something to read."""
+KEEPING = ("attention_mask", "keep", "valid")
+"""Words in the names of masks that are 1 where there is something to read; torch's `attn_mask` is not one of them."""
 # Beyond any token or label, and exact in float64.
 BIG = 1 << 52
 
@@ -39,7 +39,6 @@ class ModelCall:
 
     tokens: Tensor | None = None
     mask: Tensor | None = None
-    mask_name: str = ""
 
 
 def read_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelCall:
@@ -48,19 +47,31 @@ def read_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     tokens = next((t for name, t in named if _may_be_tokens(name, t)), None)
     if tokens is None:
         return ModelCall()
-    masks = [(name, t) for name, t in named if t is not tokens and t.shape == tokens.shape and _may_be_mask(name, t)]
-    name, mask = masks[0] if masks else ("", None)
-    return ModelCall(tokens, mask, name)
+    masks = [t for name, t in named if t is not tokens and t.shape == tokens.shape and _may_be_mask(name, t)]
+    return ModelCall(tokens, masks[0] if masks else None)
+
+
+def list_texts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return all arguments of a call that may be tokens."""
+    return [tensor for name, tensor in _name_arguments(model, args, kwargs) if _may_be_tokens(name, tensor)]
+
+
+def list_keeping(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the masks among the arguments of a call that are to be 1 at tokens, by their names.
+
+    Not those of bools: torch's own are True where something is hidden.
+    """
+    named = [
+        one for one in _name_arguments(model, args, kwargs) if one[1].dtype is not torch.bool and one[1].dim() == 2
+    ]
+    return [t for name, t in named if _may_be_mask(name, t) and any(word in name for word in KEEPING)]
 
 
 class PendingLabels:
     """A scan of labels whose numbers are still being copied."""
 
-    def __init__(
-        self, rows: PendingRows, *, labels: Labels, call: ModelCall, is_causal: bool, is_given: bool, where: str
-    ) -> None:
+    def __init__(self, rows: PendingRows, *, labels: Labels, is_causal: bool, is_given: bool, where: str) -> None:
         self._rows, self._num_classes, self._is_reduced = rows, labels.num_classes, labels.is_reduced
-        self._keeps = any(word in call.mask_name for word in KEEPING)
         self._is_causal, self._is_given, self._where = is_causal, is_given, where
 
     def read(self, step: int) -> LabelScan:
@@ -68,7 +79,7 @@ class PendingLabels:
         row = [*self._rows.read()["labels"], *[0.0] * 16]  # without tokens, the row ends early
         counted, lowest, highest, rows, causal = (int(number) for number in row[:5])
         pairs = zip(OFFSETS, row[5:11:2], row[6:11:2])
-        padded, at_padding, ends, swapped, hidden = (int(number) for number in row[11:16])
+        padded, at_padding, ends = (int(number) for number in row[11:14])
         return LabelScan(
             step=step,
             num_counted=counted,
@@ -83,7 +94,6 @@ class PendingLabels:
             num_at_padding=at_padding,
             num_lost_ends=ends,
             num_padded_rows=padded,
-            num_swapped_rows=max(swapped if self._keeps else 0, hidden),
             where=self._where,
         )
 
@@ -117,11 +127,10 @@ def scan_labels(
         rows, counted = target.reshape(-1, length), counted.reshape(-1, length)  # [B, T]
         numbers += _match(rows, counted, tokens.to(torch.int64))
         numbers += _look_at_padding(counted, tokens.to(torch.int64), call.mask)
-        numbers.append(_count_hidden(tokens, masks))
     row = torch.stack([number.to(torch.int64) for number in numbers]).double()
     is_causal = is_recurrent or any(mask is True for mask in masks)
     sent = send_rows({"labels": row}, transfer)
-    return PendingLabels(sent, labels=labels, call=call, is_causal=is_causal, is_given=is_given, where=where)
+    return PendingLabels(sent, labels=labels, is_causal=is_causal, is_given=is_given, where=where)
 
 
 def _match(rows: Tensor, counted: Tensor, tokens: Tensor) -> list[Tensor]:
@@ -136,15 +145,15 @@ def _match(rows: Tensor, counted: Tensor, tokens: Tensor) -> list[Tensor]:
 
 
 def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Padded rows; counted labels at padding; padded rows that lost their end; rows whose mask is the wrong way round.
+    """Padded rows; counted labels at padding; padded rows that lost their end.
 
     Which value of the mask is padding is decided by the tokens: all places of that value hold the same one.
     """
     if mask is None or mask.device != tokens.device or not is_readable(mask):
-        return [_number(tokens, 0)] * 4
+        return [_number(tokens, 0)] * 3
     ones = mask != 0  # [B, T]
-    zeros_are_padding = _is_one_token(tokens, ~ones) & ~_is_one_token(tokens, ones)
-    ones_are_padding = _is_one_token(tokens, ones) & ~_is_one_token(tokens, ~ones)
+    zeros_are_padding = is_one_token(tokens, ~ones) & ~is_one_token(tokens, ones)
+    ones_are_padding = is_one_token(tokens, ones) & ~is_one_token(tokens, ~ones)
     keep = torch.where(ones_are_padding, ~ones, ones)
     is_clear = zeros_are_padding | ones_are_padding
     padded = (~keep).any(1) & keep.any(1) & is_clear  # [B]
@@ -157,22 +166,10 @@ def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> li
     padding = torch.where(keep, -BIG, tokens).amax()
     ends = (tokens.gather(1, last).squeeze(1) == padding) & ~placed.gather(1, last).squeeze(1) & placed.any(1) & padded
     lost = ends.sum() if shift else _number(tokens, 0)
-    return [padded.sum(), at_padding, lost, (padded & ones_are_padding).sum()]
+    return [padded.sum(), at_padding, lost]
 
 
-def _count_hidden(tokens: Tensor, masks: Sequence[Tensor | bool]) -> Tensor:
-    """Return the rows in which attention sees only one repeated token, and is kept from those that vary."""
-    num_rows, length = tokens.shape
-    for mask in masks:
-        fits = isinstance(mask, Tensor) and mask.dim() > 2 and len(mask) == num_rows and mask.shape[-1] == length
-        if isinstance(mask, Tensor) and fits and mask.device == tokens.device and is_readable(mask):
-            hidden = mask.reshape(num_rows, -1, length).all(1)  # [rows, tokens]: from every other token
-            is_swapped = _is_one_token(tokens, ~hidden) & ~_is_one_token(tokens, hidden)
-            return (hidden.any(1) & is_swapped).sum()
-    return _number(tokens, 0)
-
-
-def _is_one_token(tokens: Tensor, where: Tensor) -> Tensor:
+def is_one_token(tokens: Tensor, where: Tensor) -> Tensor:
     """Whether there are tokens at these places, all the same: a bool on the device."""
     return torch.where(where, tokens, -BIG).amax() == torch.where(where, tokens, BIG).amin()
 

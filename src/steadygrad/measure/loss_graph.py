@@ -166,6 +166,20 @@ def find_masks(loss: Tensor) -> Iterator[Tensor | bool]:
                 yield mask
 
 
+def sees_all(loss: Tensor, length: int) -> bool:
+    """Return whether some attention over `length` positions has no mask that `find_masks` knows."""
+    return any(_is_unmasked(node, length) for node in walk(loss.grad_fn))
+
+
+def _is_unmasked(node: Any, length: int) -> bool:
+    kind = shorten(node)
+    if kind.startswith("ScaledDotProduct"):
+        return not getattr(node, "_saved_is_causal", False) and read_saved(node, "attn_mask") is None
+    if kind != "Softmax" or find_shape(node)[2:][-1:] != (length,):
+        return False
+    return _read_hidden(pass_views(node.next_functions[0][0])[0]) is None
+
+
 def _read_hidden(node: Any) -> Tensor | None:
     """Return the mask by which scores were replaced before a softmax: True where one is hidden."""
     kind = "" if node is None else shorten(node)

@@ -200,6 +200,7 @@ class PeriodicScans:
         if graph is not None:
             looks.graph = graph.read(step, loss)
             self._program.loss_places, self._program.loss_targets = graph.loss_places, graph.loss_targets
+            self._program.exchanged = graph.exchanged
         seen = (graph.reshapes, graph.cuts) if graph is not None and graph.has_watched else ()
         self._program.before_backward(step, loss, *seen)
 

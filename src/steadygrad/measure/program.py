@@ -21,16 +21,25 @@ from steadygrad.facts.program import LossCall, LossScan, MixedAxes
 from steadygrad.measure.cuts import CutWatch
 from steadygrad.measure.dependence import STARTS, DependenceWatch
 from steadygrad.measure.divisors import PendingDivisions, scan_divisors
+from steadygrad.measure.exchanged_arguments import PendingExchange, Suspect, find_suspects
 from steadygrad.measure.graph import CallWatch, may_enter
-from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
+from steadygrad.measure.labels import ModelCall, PendingLabels, list_keeping, list_texts, read_call, scan_labels
 from steadygrad.measure.leaks import LeakWatch
-from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
+from steadygrad.measure.loss_graph import (
+    Labels,
+    find_divisors,
+    find_masks,
+    find_one_element_norms,
+    look_at_loss,
+    sees_all,
+)
 from steadygrad.measure.loss_targets import LossTarget, PendingTargets, find_loss_targets
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.next_token import NextTokenWatch
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.own_loads import OwnLoadWatch
+from steadygrad.measure.padding_masks import AttentionWatch, PendingMasks, find_hidden, scan_masks
 from steadygrad.measure.pixels import PixelWatch
 from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
@@ -51,7 +60,7 @@ NUM_DIVISORS = 64
 """Divisions of the first graph that are looked at."""
 NUM_TARGETS = 4
 """Losses of a backward whose targets are looked at."""
-Pending = PendingLabels | PendingDivisions | PendingRestored | PendingTargets
+Pending = PendingExchange | PendingMasks | PendingLabels | PendingDivisions | PendingRestored | PendingTargets
 NUM_LABELS = 64
 """Backwards whose labels are looked at, if there is one for each sample; later ones with the periodic scans."""
 
@@ -72,6 +81,7 @@ class ProgramWatch:
         self._transfer = transfer
         self._restored = RestoredWatch(trained, transfer)
         self.own_loads, self._splits = OwnLoadWatch(trained), SplitWatch()
+        self._attention = AttentionWatch(trained.model)
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
         self._cuts: CutWatch | None = None
@@ -89,12 +99,15 @@ class ProgramWatch:
         """Loss functions that the first step called, and where; only known where its calls could be watched."""
         self.loss_targets: Sequence[LossTarget] = ()
         """Targets of losses that the first step called and that leave no node of their own; likewise."""
+        self.exchanged: Sequence[Suspect] = ()
+        """Calls of losses in which only the target has a gradient; likewise."""
 
     def compile(self, device: torch.device) -> None:
         """Load the kernels of the looks at batch and labels now: on CUDA each costs milliseconds when first used."""
         tokens = torch.arange(16, device=device).reshape(2, 8)
         labels = Labels(tokens.flatten(), -100, 16, is_reduced=True, is_whole=True, outputs=None)
         self._try(scan_labels, labels, ModelCall(tokens, tokens > 3))
+        self._try(scan_masks, [tokens], [tokens[:, None] > 3])
         self._try(scan_divisors, [torch.ones(2, device=device)])
         self._try(sum_on_device, tokens)
         self._try(self._restored.compile)
@@ -131,6 +144,8 @@ class ProgramWatch:
         if self._num_calls == 1:
             self._try(self._seeds.begin)
         self._note_seeds()
+        if self._num_backwards < NUM_FULL and may_enter(self._model):
+            self._try(self._attention.begin)
         if self._num_calls == 1 and may_enter(self._model):
             self._time_first = TimeFirstWatch(self._model)
             if not self._is_inside and model is self._model:
@@ -182,6 +197,7 @@ class ProgramWatch:
             self._try(self._look, step, loss, number, False)
         # Do not keep the batch alive beyond its backward.
         self._call = None
+        self._attention.close()
 
     def before_own_backward(self, loss: Tensor) -> None:
         """The program calls backward itself; losses that were seen already, and those of other models, are left out."""
@@ -193,6 +209,7 @@ class ProgramWatch:
         if not self._every:
             return
         self._next_step, self._has_batch, self._call, self._cuts = step + 1, False, None, None
+        self._attention.close()
         self._modes.end_step()
         self.own_loads.end_step(step)
         self._splits.listen()
@@ -220,7 +237,8 @@ class ProgramWatch:
         if self._facts:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
-            facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
+            read = [one.read(step) if isinstance(one, Pending) else one for one in known]
+            facts += [fact for fact in read if fact is not None]
         watches = (self._stream, self._stored, self._dependence, self._row_gradients, self._next_token)
         for watch in (*watches, self._leaks, self._pixels, self._splits):
             if watch.has_news:
@@ -255,14 +273,17 @@ class ProgramWatch:
             self._facts += [(step, LossScan(step=step, calls=calls))] if calls else []
             targets = [*seen, *itertools.islice(find_loss_targets(loss), NUM_TARGETS)]
             self._facts += [(step, PendingTargets(one, self._transfer)) for one in targets]
+            suspects, self.exchanged = [*self.exchanged, *itertools.islice(find_suspects(loss), NUM_TARGETS)], ()
+            self._facts += [(step, PendingExchange(one, self._transfer)) for one in suspects]
+        graph_masks = self._list_masks(loss) if is_full and list_texts(self._model, args, kwargs) else []
+        self._try(self._scan_masks, step, loss, graph_masks)
         self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
-            masks = self._list_masks(loss) if is_full and call.tokens is not None else []
             pending = scan_labels(
                 labels,
                 call,
-                masks=masks,
+                masks=graph_masks,
                 is_given=labels.target.data_ptr() in self._given,
                 is_recurrent=is_full and self._is_recurrent(),
                 where=self.loss_places.get("cross_entropy") or self.loss_places.get("nll_loss") or find_caller(),
@@ -278,6 +299,19 @@ class ProgramWatch:
                 self._try(self._row_gradients.note, step, loss, look.labels[0], inputs)
             if self._may_differentiate and (number == 1 or self._next_token.wants_more):
                 self._try(self._next_token.note, step, loss, look.labels[0])
+
+    def _scan_masks(self, step: int, loss: Tensor, found: Sequence[Tensor | bool]) -> None:
+        layers, (args, kwargs) = self._attention, self._call or ((), {})
+        if not layers.is_on or layers.has_unmasked:
+            return
+        texts = list_texts(self._model, args, kwargs)
+        given = [find_hidden(mask) for mask in list_keeping(self._model, args, kwargs)]
+        masks = [*layers.masks, *given, *(mask for mask in found if isinstance(mask, Tensor))]
+        is_known = bool(layers.masks or given or not masks)
+        if not is_known and any(sees_all(loss, text.shape[1]) for text in texts):
+            return
+        pending = scan_masks(texts, masks, layers.where, self._transfer)
+        self._facts += [] if pending is None else [(step, pending)]
 
     def _list_masks(self, loss: Tensor) -> list[Tensor | bool]:
         """Return the masks of attention; a model that is causal by flags alone is not searched again."""

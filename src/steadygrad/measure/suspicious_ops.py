@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from steadygrad.facts import Broadcast
+from steadygrad.measure import exchanged_arguments
 from steadygrad.measure.loss_targets import CALLS, LossTarget, read_loss_call
 
 
@@ -78,6 +79,7 @@ class SuspiciousOps:
         self.double_softmaxes: list[str] = []
         self.loss_places: dict[str, str] = {}
         self.loss_targets: list[LossTarget] = []
+        self.exchanged: list[exchanged_arguments.Suspect] = []
         self._constants = frozenset(constants)
         self._meant: Any = WeakTensorKeyDictionary()  # tensors with an axis that the program asked for
         self._softmaxed: Any = WeakTensorKeyDictionary()
@@ -91,6 +93,9 @@ class SuspiciousOps:
             self._look_for_softmax(name, args, kwargs)
         if name in CLASS_LOSSES:
             self.loss_places[name] = find_caller()
+        if name in exchanged_arguments.CALLS and len(self.exchanged) < MAX_SHOWN:
+            suspect = exchanged_arguments.read_call(name, args, kwargs, find_caller)
+            self.exchanged += [] if suspect is None else [suspect]
         if name in CALLS and len(self.loss_targets) < MAX_SHOWN:
             found = read_loss_call(name, args, kwargs, find_caller)
             self.loss_targets += [] if found is None else [found]
