@@ -206,6 +206,29 @@ def labels_not_shifted(bug: bool) -> Built:
     return model, adam(model), train
 
 
+@case(None, "an encoder and a causal decoder that copy what the encoder reads, as BART is trained to")
+def copied_by_a_decoder(bug: bool) -> Built:
+    class Copier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            read = self.embedding(tokens)[:, None]
+            written = self.embedding(F.pad(tokens[:, :-1], (1, 0)))[:, None]
+            read = F.scaled_dot_product_attention(read, read, read)
+            written = F.scaled_dot_product_attention(written, written, written, is_causal=True)
+            return self.out((written + F.scaled_dot_product_attention(written, read, read))[:, 0])
+
+    model = Copier()
+
+    def train(guard: Any) -> None:
+        for tokens in sequences(6):
+            guard.step(lambda tokens: F.cross_entropy(model(tokens).transpose(1, 2), tokens), tokens)
+
+    return model, adam(model), train
+
+
 def _pad(tokens: Tensor, end: int | None = None) -> tuple[Tensor, Tensor]:
     """Cut rows to random lengths, with an end token before the padding 0; return tokens and attention mask."""
     lengths = torch.randint(3, 8, (len(tokens), 1))

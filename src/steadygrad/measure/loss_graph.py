@@ -174,7 +174,10 @@ def sees_all(loss: Tensor, length: int) -> bool:
 def _is_unmasked(node: Any, length: int) -> bool:
     kind = shorten(node)
     if kind.startswith("ScaledDotProduct"):
-        return not getattr(node, "_saved_is_causal", False) and read_saved(node, "attn_mask") is None
+        if getattr(node, "_saved_is_causal", False) or read_saved(node, "attn_mask") is not None:
+            return False
+        keys = read_saved(node, "key")
+        return keys is None or keys.shape[-2:-1] == (length,)
     if kind != "Softmax" or find_shape(node)[2:][-1:] != (length,):
         return False
     return _read_hidden(pass_views(node.next_functions[0][0])[0]) is None

@@ -283,7 +283,7 @@ class ProgramWatch:
             pending = scan_labels(
                 labels,
                 call,
-                masks=graph_masks,
+                masks=() if call.tokens is not None and sees_all(loss, call.tokens.shape[1]) else graph_masks,
                 is_given=labels.target.data_ptr() in self._given,
                 is_recurrent=is_full and self._is_recurrent(),
                 where=self.loss_places.get("cross_entropy") or self.loss_places.get("nll_loss") or find_caller(),
