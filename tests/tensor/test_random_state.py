@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy
+import torch
 
-from steadygrad.state.random_state import capture_random, restore_random
+from steadygrad import Guard
+from steadygrad.state.random_state import capture_random, restore_random, unchanged_random
 
 
 def test_numpys_generator_is_captured_exactly_though_only_when_it_changed() -> None:
@@ -53,3 +56,24 @@ def test_pythons_generator_is_captured_exactly_though_only_when_it_changed() -> 
         chosen.choice(moves)()
         captured = capture_random([])
         assert captured["python"] == random.getstate()
+
+
+def test_a_checkpoint_made_inside_an_evaluation_has_the_state_that_follows_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+
+    def make() -> Guard:
+        return Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path)
+
+    with make() as guard:
+        guard.step(model(torch.ones(1, 2)).sum())
+        with unchanged_random(()):
+            torch.rand(3)
+            with unchanged_random(()):
+                guard.save()
+            guard.flush()
+        wanted = torch.rand(3), random.random(), numpy.random.rand()
+
+    with make() as guard:
+        assert guard.resume() == 1
+        assert torch.equal(torch.rand(3), wanted[0])
+        assert (random.random(), numpy.random.rand()) == wanted[1:]

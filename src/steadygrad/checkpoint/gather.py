@@ -19,7 +19,7 @@ from steadygrad.act.restore import is_setting
 from steadygrad.checkpoint.fitting import find_weights
 from steadygrad.checkpoint.plain import PLAIN
 from steadygrad.state.collect import AsItIs, Collector, OptimizerState, Slot, collect_state, has_values
-from steadygrad.state.random_state import capture_random
+from steadygrad.state.random_state import capture_lasting_random
 
 Optimizers = Sequence[torch.optim.Optimizer]
 DEQUE = "$deque"
@@ -65,7 +65,7 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
         "extras": {name: tree for name, tree in kept.items() if name not in left_out},
         LEFT_OUT: left_out,
         "gradients": _gather_gradients(optimizers, names),
-        "random": plain_random(capture_random({p.device for _, p in each_parameter(model, optimizers)})),
+        "random": plain_random(capture_lasting_random({p.device for _, p in each_parameter(model, optimizers)})),
     }
 
 

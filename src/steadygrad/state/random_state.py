@@ -96,6 +96,8 @@ class _NumpyState:
 
 _numpy = _NumpyState()
 _python = _PythonState()
+_put_back: list[Mapping[str, Any]] = []
+"""What each `unchanged_random` that is open will restore, the outermost first."""
 
 
 def restore_random(state: Mapping[str, Any]) -> None:
@@ -112,7 +114,27 @@ def restore_random(state: Mapping[str, Any]) -> None:
 def unchanged_random(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore the generators afterwards, as if nothing had been drawn inside this context."""
     state = capture_random(devices)
+    _put_back.append(state)
     try:
         yield
     finally:
+        _put_back.pop()
         restore_random(state)
+
+
+def capture_lasting_random(devices: Iterable[torch.device]) -> dict[str, Any]:
+    """Return the state to continue with: inside `unchanged_random`, the one that it will put back.
+
+    A signal may be answered, and the training saved, in the middle of an evaluation; a resume makes all of it again.
+    """
+    state = capture_random(devices)
+    if not _put_back:
+        return state
+    outer = _put_back[0]
+    by_index = {_find_index(device): value for device, value in outer["cuda"].items()}
+    cuda = {device: by_index.get(_find_index(device), value) for device, value in state["cuda"].items()}
+    return {**state, **outer, "cuda": cuda}
+
+
+def _find_index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
