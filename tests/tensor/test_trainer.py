@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import json
 import math
@@ -366,10 +365,11 @@ def test_a_training_killed_between_two_stages_continues_with_the_loader_as_it_wa
     whole = make_trainer(stages=STAGES, run_dir=tmp_path / "whole")
     whole.train(load())
     crashing = crash_at(15, crash)(make_model(), CONFIG, stages=STAGES, loss_fn=mse_loss, run_dir=tmp_path / "cut")
+    loader = load()
     with pytest.raises(Crash):
-        crashing.train(load())
-    del crashing
-    gc.collect()  # or its worker outlives this test, and holds what it inherited: the pipe to a browser, for one
+        crashing.train(loader)
+    if loader._iterator is not None:  # or its worker outlives this test, with the pipe to a browser that it inherited
+        loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
     resumed = make_trainer(stages=STAGES, run_dir=tmp_path / "cut")
     assert resumed.resume() == 14  # both epochs of the first stage
