@@ -46,7 +46,7 @@ def require_text(path: Path) -> None:
 def parse_json(text: bytes | str) -> Any:
     """Return the value; ValueError says in a few words why there is none."""
     try:
-        # Decoded here: json itself lets bytes through that are no text, as long as they look like half a pair
+        # Decoded here: json itself accepts bytes that are not valid text if they look like half a surrogate pair
         return json.loads(text if isinstance(text, str) else text.decode(json.detect_encoding(text)))
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None

@@ -118,7 +118,7 @@ def unchanged_random(devices: Iterable[torch.device]) -> Iterator[None]:
     try:
         yield
     finally:
-        _put_back.pop()
+        _put_back[:] = [one for one in _put_back if one is not state]  # another thread may have opened one since
         restore_random(state)
 
 

@@ -221,7 +221,7 @@ def _read_tar(path: Path) -> Iterator[tuple[str, Parts]]:
         key, ending = f"{folder}/{key}" if folder else key, ending.lower()
         if (
             key not in newest or ending in newest[key]
-        ):  # another sample of that name: its parts are no part of the first
+        ):  # another sample with the same name: its parts do not belong to the first
             newest[key] = {}
             rows.append((key, newest[key]))
         newest[key][ending] = Place(path, member.offset_data, member.size)

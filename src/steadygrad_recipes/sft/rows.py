@@ -58,7 +58,7 @@ def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
         )
     try:
         text = tokenizer.apply_chat_template(list(example.prompt), tokenize=False, add_generation_prompt=True)
-    # A template is a program of whoever published the model: many refuse a system message, or two of one role in a row
+    # The model's publisher wrote the template: many refuse a system message, or two messages in a row with one role
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".rstrip(".")
         place = example.place or f"the prompt {example.question[:60]}"
