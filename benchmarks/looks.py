@@ -1,10 +1,10 @@
-"""What a periodic scan costs: by default, every hundredth step also measures weights, Adam's ratio, batch, activations.
+"""What a periodic scan costs: by default, weights, Adam's ratio, batch and activations are measured every 100 steps.
 
-GPTs with different numbers of tensors under a Guard that scans every 20 steps: eager, bf16 autocast and fused AdamW on
-CUDA; a small one in fp32 on the CPU. A scan is queued in one step and read in the next, so its cost is how much longer
-those two steps take than two ordinary ones: median and mean over scans. `host` waits for the device before each step,
-which leaves only the host's work; `step` does not wait. Kernels are counted by torch's profiler, in a step with a scan
-and in one without.
+GPTs with different numbers of tensors under a Guard that scans every 50 steps: eager, bf16 autocast and fused AdamW on
+CUDA; a small one in fp32 on the CPU. The parts of a scan are queued in different steps, and each is read in the next
+one, so its cost is how much longer the ten steps around it take than ten ordinary ones: median and mean over scans.
+`host` waits for the device before each step, which leaves only the host's work; `step` does not wait. Kernels are
+counted by torch's profiler, in those ten steps and in ten others.
 
     python benchmarks/looks.py [--device cuda|cpu] [--only NAME] [--quick]
 """
@@ -25,9 +25,14 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 from machine import describe_machine, write_results
 from models import GPT, SHAPES
 from steadygrad import Guard, GuardConfig, MeasureConfig, SnapshotConfig
+from steadygrad.measure.periodic_scans import GAPS
 
-EVERY = 20
+EVERY = 50
 """Steps from one look to the next."""
+AROUND = 10
+"""Steps in which the parts of a look are queued and read."""
+BEFORE = 2 * (EVERY // GAPS)
+"""Steps from the first of them to the step that `EVERY` divides."""
 MODELS = {
     "cuda": {"GPT-2 124M": (12, 8, 1024, 12), "43M, 1154 small tensors": (6, 8, 256, 3)},
     "cpu": {"10M": (8, 2, 128, 6)},
@@ -62,7 +67,7 @@ class Training:
 
     def step_to_look(self) -> None:
         """Step until the next step looks."""
-        while not self._num_steps or self._num_steps % EVERY:
+        while not self._num_steps or (self._num_steps + BEFORE) % EVERY:
             self.step()
 
     def wait(self) -> None:
@@ -95,17 +100,17 @@ class Training:
         return [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
 
     def count_launches(self) -> dict[str, int]:
-        """Return how many kernels and copies a step with a look launches, and a step without."""
+        """Return how many kernels and copies the steps around a look launch, and as many steps without one."""
         found = {}
         for which in ("with", "without"):
             if which == "with":
                 self.step_to_look()
             self.wait()
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-                self.step()
+                for _ in range(AROUND):
+                    self.step()
                 self.wait()
             found[which] = sum(event.device_type == DeviceType.CUDA for event in profiled.events())
-            self.step()
         return found
 
 
@@ -121,9 +126,9 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
 
 
 def compare(rounds: list[list[float]]) -> dict[str, Any]:
-    """Return how much longer each look took than two ordinary steps, and the time of an ordinary step."""
-    usual = statistics.median(time for times in rounds for time in times[2:])
-    looks = [sum(times[:2]) - 2 * usual for times in rounds]
+    """Return how much longer the steps around each look took than ordinary ones, and the time of an ordinary step."""
+    usual = statistics.median(time for times in rounds for time in times[AROUND:])
+    looks = [sum(times[:AROUND]) - AROUND * usual for times in rounds]
     return {
         "usual_ms": usual,
         "looks_ms": looks,

@@ -389,7 +389,7 @@ def show_losses(losses: list[float | None]) -> str:
 
 
 def render_looks(results: Results) -> str:
-    """Render how much longer the two steps of a look take than two other steps."""
+    """Render how much longer the steps around a look take than other ones."""
     rows = [
         [
             f"{name}, {found['num_tensors']} tensors",

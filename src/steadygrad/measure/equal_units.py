@@ -2,8 +2,8 @@
 
 A layer whose weights were all set to one number, or whose rows were copied from one, gives every unit the same output
 and the same gradient, so that it stays as wide as one unit for good. Layers that begin at zero are left out: they come
-apart with the first gradient, as LoRA's do. Cost: a small sample of each weight and one host read before the first
-step, and nothing afterwards unless rows were equal.
+apart with the first gradient, as LoRA's do. Cost: a small sample of each weight before the first step, and nothing
+after the first look unless rows were equal.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from steadygrad.measure.rows import is_readable
+from steadygrad.measure.rows import PendingRows, is_readable, send_rows
+from steadygrad.measure.transfer import Transfer
 
 SAMPLED_ROWS, SAMPLED_COLUMNS = 4, 64
-"""What of a weight is compared first."""
+"""What of a weight is compared before the first step; the whole of it once it has moved."""
 FEWEST_ROWS, FEWEST_COLUMNS = 4, 2
 MOST_APART = 1e-4
 """Distance between two rows, as a share of how far they have moved, up to which they move together: rounding leaves
@@ -26,28 +27,46 @@ MOST_APART = 1e-4
 class EqualUnits:
     """Call `begin` before the first step and `find` after some."""
 
-    def __init__(self, model: nn.Module, trained: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, trained: Iterable[Tensor], *, transfer: Transfer | None = None) -> None:
         self._model, self._trained = model, {id(parameter) for parameter in trained}
+        self._transfer = transfer
+        self._samples: dict[str, tuple[Tensor, Tensor]] = {}
+        self._flags, self._groups = PendingRows(), list[list[str]]()
         self._first: dict[str, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Remember the layers whose rows are equal."""
-        layers = [(name, weight) for name, weight in _list_layers(self._model) if id(weight) in self._trained]
-        if not layers:
-            return
-        device = layers[0][1].device
-        flags = torch.stack([_is_repeated(weight).to(device) for _, weight in layers]).tolist()
-        for (name, weight), is_repeated in zip(layers, flags):
-            if is_repeated and bool((weight == weight[:1]).all()):
-                self._first[name] = (weight, weight[0].clone())
+        """Sample the rows of all layers, and queue whether they are equal; waits for nothing."""
+        alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[tuple[str, Tensor, Tensor]]] = {}
+        for name, weight in _list_layers(self._model):
+            if id(weight) in self._trained:
+                sample = weight[:SAMPLED_ROWS].flatten(1)[:, :SAMPLED_COLUMNS]
+                alike.setdefault((sample.device, sample.dtype, sample.shape), []).append((name, weight, sample))
+        flags: dict[str, Tensor] = {}
+        for number, group in enumerate(alike.values()):
+            samples = torch.stack([sample for _, _, sample in group])  # [layers, rows, columns]
+            is_repeated = (samples == samples[:, :1]).flatten(1).all(1) & samples.ne(0).flatten(1).any(1)
+            self._samples |= {name: (weight, one[0]) for (name, weight, _), one in zip(group, samples)}
+            self._groups.append([name for name, _, _ in group])
+            flags[str(number)] = is_repeated.double()
+        self._flags = send_rows(flags, self._transfer)
 
     @torch.no_grad()
     def find(self) -> tuple[str, ...]:
         """Return the layers whose rows have moved and are still equal; the others are forgotten."""
+        if self._samples:
+            rows = self._flags.read()
+            flagged = [
+                name
+                for number, names in enumerate(self._groups)
+                for name, is_repeated in zip(names, rows[str(number)])
+                if is_repeated
+            ]
+            self._first = {name: self._samples[name] for name in flagged}
+            self._samples, self._flags, self._groups = {}, PendingRows(), []
         found = []
         for name, (weight, first) in list(self._first.items()):
-            moved = (weight[0] - first).abs().amax()
+            moved = (weight[:1].flatten()[:SAMPLED_COLUMNS] - first).abs().amax()
             if not moved > 0:
                 continue
             if (weight - weight[:1]).abs().amax() <= MOST_APART * moved:
@@ -55,11 +74,6 @@ class EqualUnits:
             else:
                 del self._first[name]
         return tuple(found)
-
-
-def _is_repeated(weight: Tensor) -> Tensor:
-    sample = weight.flatten(1)[:SAMPLED_ROWS, :SAMPLED_COLUMNS]
-    return (sample == sample[:1]).all() & sample.ne(0).any()
 
 
 def _list_layers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

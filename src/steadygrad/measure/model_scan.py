@@ -30,6 +30,7 @@ from steadygrad.measure.loads import take_loads
 from steadygrad.measure.partial_saves import PartialSaves, is_drawn
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
+from steadygrad.measure.transfer import Transfer
 from steadygrad.state.trained_parameters import TrainedParameters
 
 SAMPLE, NUM_SAMPLED = 256, 8
@@ -46,7 +47,7 @@ MAX_DEPTH = 3
 class ModelWatch:
     """Call `begin` before the first step, and `scan` periodically."""
 
-    def __init__(self, trained: TrainedParameters) -> None:
+    def __init__(self, trained: TrainedParameters, *, transfer: Transfer | None = None) -> None:
         self._trained, self._model = trained, trained.model
         self._untrained: frozenset[str] = frozenset()
         self._foreign: frozenset[int] = frozenset()
@@ -60,7 +61,7 @@ class ModelWatch:
         self._averages: weakref.WeakSet[AveragedModel] = weakref.WeakSet()
         self._has_idle_average = False
         self._copies, self._partial_saves = CopyWatch(trained.model), PartialSaves(trained.model)
-        self._equal_units = EqualUnits(trained.model, [p for _, p in trained.named])
+        self._equal_units = EqualUnits(trained.model, [p for _, p in trained.named], transfer=transfer)
         self.num_steps = 0
 
     def count_step(self) -> None:

@@ -1,9 +1,9 @@
 """PeriodicScans: what is scanned every so many steps, besides the gradients of every step.
 
-Every `MeasureConfig.scan_every` steps: the batch, the activations, the weights, Adam's ratio. On the first step: the
-graph. Before the first step and after the eighth, and likewise after a rollback: the weights. After a bad step: the
-batch and the weights that produced it. Scans are queued without a wait and read when the step is judged. Reads only; a
-scan that fails counts as one that saw nothing.
+Every `MeasureConfig.scan_every` steps: the batch, the activations, the labels; some steps before, Adam's ratio, and as
+many steps before that the weights and the program. On the first step: the graph. Before the first step and after the
+eighth, and likewise after a rollback: the weights. After a bad step: the batch and the weights that produced it. Scans
+are queued without a wait and read when the step is judged. Reads only; one that fails counts as one that saw nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from steadygrad.state.trained_parameters import TrainedParameters
 
 FIRST_STEPS = 8
 """Steps after which the weights are first scanned, to see whether they have run away from their start."""
+GAPS = 25
+"""Gaps in a period. Three parts of a scan are one gap apart: all together take the host 11 ms for GPT-2 124M, which is
+longer than it is ahead of an H200, and the device would idle for 5 ms; each alone delays no step."""
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ class PeriodicScans:
         self._transfer = transfer
         self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
         self._opening: PendingParameterScan | None = None
+        self._opened_after_forward = False
         self._is_ranked = ranks is not None and ranks.many
         self._program = program if program is not None else ProgramWatch(trained, every=self._every)
         self._program_scans: ProgramScans | None = (
@@ -109,12 +113,10 @@ class PeriodicScans:
         self._has_begun = False
         self.num_since = 0
         """Number of optimizer steps since the weights were initialised or replaced."""
-        self.given_nonfinite: frozenset[str] | None = None
-        """Parameters that were not finite to begin with; None if not scanned yet."""
+        self._given_nonfinite: frozenset[str] | None = None
         self.meant_nonfinite: frozenset[str] = frozenset()
         """The same, once a finite step has shown that they do no harm: transitions that are -inf, an unread memory."""
-        self.born_nonfinite: frozenset[str] = frozenset()
-        """Buffers that were never finite: masks of -inf."""
+        self._born_nonfinite: frozenset[str] = frozenset()
 
     def compile(self) -> None:
         """Compile or load the kernels of the scans now."""
@@ -127,8 +129,10 @@ class PeriodicScans:
         if self._program_scans is not None:
             self._program_scans.compile(self._trained.named[0][1].device)
 
-    def _is_due(self, step: int) -> bool:
-        return self._every > 0 and step > 0 and step % self._every == 0
+    def _is_due(self, step: int, *, gaps_before: int = 0) -> bool:
+        """Whether a scan falls on `step`, or on so many gaps after it."""
+        place = step + gaps_before * (self._every // GAPS)
+        return self._every > 0 and step > 0 and place % self._every == 0
 
     def looks_at_forward(self, step: int) -> bool:
         """Whether something is to be seen while the forward of `step` runs."""
@@ -142,9 +146,9 @@ class PeriodicScans:
         if not self._has_begun:
             self._has_begun = True
             if self._every:
+                # Read when the first step is judged: on CUDA its numbers arrive behind those of the first snapshot.
                 self._opening = self._weights.begin(shares_later=self._is_ranked)
-                if not self._is_ranked:
-                    self._read_opening(has_run_forward=has_run_forward)
+                self._opened_after_forward = has_run_forward
                 if self._program_scans is not None:
                     self._program_scans.begin()
 
@@ -153,15 +157,29 @@ class PeriodicScans:
         if self._is_ranked:
             self.begin()
 
-    def _read_opening(self, *, has_run_forward: bool = False) -> None:
-        """Read the scan from before the first step; several ranks do so when they judge it, all at the same point."""
+    @property
+    def given_nonfinite(self) -> frozenset[str] | None:
+        """Parameters that were not finite to begin with; None if not known yet."""
+        if not self._is_ranked:  # several ranks read when they judge the step, all at the same point
+            self._read_opening()
+        return self._given_nonfinite
+
+    @property
+    def born_nonfinite(self) -> frozenset[str]:
+        """Buffers that were never finite: masks of -inf."""
+        if not self._is_ranked:
+            self._read_opening()
+        return self._born_nonfinite
+
+    def _read_opening(self) -> None:
+        """Read the scan from before the first step."""
         if self._opening is not None:
             scan, self._opening = self._opening.read(-1), None
-            if has_run_forward:
+            if self._opened_after_forward:
                 scan = dataclasses.replace(scan, nonfinite_buffers={})
             self._first.append(scan)
-            self.born_nonfinite = frozenset(scan.nonfinite_buffers)
-            self.given_nonfinite = frozenset(scan.nonfinite_parameters)
+            self._born_nonfinite = frozenset(scan.nonfinite_buffers)
+            self._given_nonfinite = frozenset(scan.nonfinite_parameters)
 
     @contextlib.contextmanager
     def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -222,10 +240,9 @@ class PeriodicScans:
         """Queue the scans after the optimizer step, while the gradients are still there."""
         self.num_since += 1
         self._program.after_optimizer(step)
-        due = self._is_due(step)
-        if due:
+        if self._is_due(step, gaps_before=1):
             looks.rms = self._adam.measure()
-        due = due or (self._every > 0 and self.num_since == FIRST_STEPS)
+        due = self._is_due(step, gaps_before=2) or (self._every > 0 and self.num_since == FIRST_STEPS)
         if due:
             # A collective with several ranks: due by step numbers alone, which are the same on all.
             looks.weights = self._weights.begin()
@@ -239,8 +256,8 @@ class PeriodicScans:
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step
-        if self.given_nonfinite and not reading.is_nonfinite:
-            self.meant_nonfinite = self.given_nonfinite
+        if self._given_nonfinite and not reading.is_nonfinite:
+            self.meant_nonfinite = self._given_nonfinite
         if self._num_masks != masks.count_masks():
             self._num_masks = masks.count_masks()
             facts.append(MaskChange(step=step))

@@ -92,6 +92,7 @@ class ProgramWatch:
         self._is_inside = self._has_batch = self._has_sample_labels = self._may_differentiate = False
         self._has_function = False  # whether steps are made from a function, which training forwards are then inside of
         self._is_causal_by_flags = False
+        self._unmasked: dict[int, bool] = {}
         self._given: frozenset[int] = frozenset()
         self._last_loss: float | None = None
         self._loss: weakref.ref[Tensor] | None = None
@@ -283,7 +284,7 @@ class ProgramWatch:
             pending = scan_labels(
                 labels,
                 call,
-                masks=() if call.tokens is not None and sees_all(loss, call.tokens.shape[1]) else graph_masks,
+                masks=() if call.tokens is not None and self._sees_all(loss, call.tokens.shape[1]) else graph_masks,
                 is_given=labels.target.data_ptr() in self._given,
                 is_recurrent=is_full and self._is_recurrent(),
                 where=self.loss_places.get("cross_entropy") or self.loss_places.get("nll_loss") or find_caller(),
@@ -308,7 +309,7 @@ class ProgramWatch:
         given = [find_hidden(mask) for mask in list_keeping(self._model, args, kwargs)]
         masks = [*layers.masks, *given, *(mask for mask in found if isinstance(mask, Tensor))]
         is_known = bool(layers.masks or given or not masks)
-        if not is_known and any(sees_all(loss, text.shape[1]) for text in texts):
+        if not is_known and any(self._sees_all(loss, text.shape[1]) for text in texts):
             return
         pending = scan_masks(texts, masks, layers.where, self._transfer)
         self._facts += [] if pending is None else [(step, pending)]
@@ -320,6 +321,13 @@ class ProgramWatch:
         masks = list(find_masks(loss))
         self._is_causal_by_flags = bool(masks) and all(mask is True for mask in masks)
         return masks
+
+    def _sees_all(self, loss: Tensor, length: int) -> bool:
+        """Return whether some attention over `length` positions has no mask; searched once as well."""
+        known = self._unmasked.get(length) if self._is_causal_by_flags else None
+        found = sees_all(loss, length) if known is None else known
+        self._unmasked = {length: found}
+        return found
 
     def _find_mixed(
         self, step: int, labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]

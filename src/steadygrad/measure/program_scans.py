@@ -83,7 +83,7 @@ class ProgramScans:
             see_loss=see_loss,
             see_graph=see_graph,
         )
-        self._model = ModelWatch(trained)
+        self._model = ModelWatch(trained, transfer=self._transfer)
         self._precision = PrecisionWatch(trained, transfer=self._transfer)
 
     def compile(self, device: torch.device) -> None:
