@@ -1,14 +1,19 @@
-"""What the looks at the first batches queue: no step waits for the device. Reads of it are counted on the CPU."""
+"""When scans are made, and what those of the first steps queue: no step waits for the device."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from steadygrad import DetectConfig, Guard, GuardConfig, MeasureConfig
+from steadygrad.measure.equal_units import EqualUnits
 from steadygrad.measure.leaks import NUM_FIRST, LeakWatch
 from steadygrad.measure.loss_graph import look_at_loss
 from steadygrad.measure.loss_targets import find_loss_targets
@@ -44,3 +49,57 @@ def test_looking_at_targets_waits_for_nothing() -> None:
     with CountReads() as reads:
         assert len(list(find_loss_targets(loss))) == 1
     assert reads.num == 0
+
+
+class Calendar:
+    """A custom rule that only records which facts come from which steps."""
+
+    name = "calendar"
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[int]] = defaultdict(list)
+
+    def observe(self, fact: Any) -> Iterable[Any]:
+        self.steps[type(fact).__name__].append(fact.step)
+        if getattr(fact, "adam_rms", None):
+            self.steps["adam_rms"].append(fact.step)
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("every", "rms", "weights"),
+    [(100, [96, 196], [-1, 7, 92, 192]), (24, [24, 48], [-1, 7, 24, 48])],
+    ids=["apart in long periods", "together in short ones"],
+)
+def test_the_parts_of_a_scan_are_steps_apart(every: int, rms: list[int], weights: list[int]) -> None:
+    calendar, model = Calendar(), nn.Linear(4, 2)
+    config = GuardConfig(measure=MeasureConfig(scan_every=every), detect=DetectConfig(rules=(calendar,)))
+    with Guard(model, torch.optim.Adam(model.parameters()), config=config) as guard:
+        for _ in range(2 * every + 2):
+            guard.step(lambda x: model(x).square().mean(), torch.randn(8, 4))
+
+    assert calendar.steps["InputScan"] == calendar.steps["ActivationScan"] == [every, 2 * every]
+    assert calendar.steps["adam_rms"] == rms
+    assert calendar.steps["ParameterScan"] == weights
+
+
+def test_a_layer_is_of_equal_units_only_if_all_its_rows_are() -> None:
+    model = nn.Sequential(nn.Linear(100, 8), nn.Linear(100, 8), nn.Linear(100, 8), nn.Linear(100, 8))
+    with torch.no_grad():
+        model[0].weight.fill_(0.1)
+        model[1].weight[:4, :64] = 0.1  # the sample alone
+        model[2].weight.zero_()  # comes apart with the first gradient
+    units = EqualUnits(model, model.parameters())
+
+    units.begin()
+    with torch.no_grad():
+        for layer in model:
+            layer.weight += torch.linspace(1, 2, 100)
+
+    assert units.find() == units.find() == ("0.weight",)
