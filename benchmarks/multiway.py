@@ -242,7 +242,7 @@ def count_launches(size: int, dim: int) -> dict[str, int]:
         step = functools.partial(differentiate, features, scale, "auto", similarity)
         step()  # compiles
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
             step()
             torch.cuda.synchronize()
         on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]

@@ -194,7 +194,7 @@ def test_a_small_batch_takes_few_launches(similarity: str, dtype: torch.dtype, m
     features, scale = make_features(6, 16, 512, dtype), 14.0 * (align_gain(6, 512) if similarity == "mip" else 1.0)
     evaluate(features, scale, similarity=similarity)
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         evaluate(features, scale, similarity=similarity)
         torch.cuda.synchronize()
     on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.modules import list_modules
 
 SAMPLED_ROWS, SAMPLED_COLUMNS = 4, 64
 """What of a weight is compared before the first step; the whole of it once it has moved."""
@@ -78,7 +79,7 @@ class EqualUnits:
 
 def _list_layers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield weights with one row for each unit, all of which see the same inputs."""
-    for path, module in model.named_modules():
+    for path, module in list_modules(model):
         is_shared = isinstance(module, nn.Linear) or (
             isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
         )

@@ -26,6 +26,7 @@ from steadygrad.measure.graph_leaves import find_leaves
 from steadygrad.measure.loss_targets import LossTarget
 from steadygrad.measure.mixed_axes import ReshapeWatch
 from steadygrad.measure.suspicious_ops import SuspiciousOps
+from steadygrad.state.modules import list_modules
 from steadygrad.state.trained_parameters import TrainedParameters
 
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -144,7 +145,7 @@ class CallWatch(TorchFunctionMode):
 
 def may_enter(model: nn.Module) -> bool:
     """Return whether entering a mode would have no effect on the program."""
-    for module in model.modules():
+    for _, module in list_modules(model):
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:  # the latter by module.compile()
             return False
         if isinstance(module, FAST_PATHS) and not module.training:
@@ -169,7 +170,7 @@ def _find_hidden(trained: TrainedParameters, loss: Tensor) -> tuple[str, ...]:
 def _find_contained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors in the plain lists, tuples and dicts that modules keep as attributes."""
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in list_modules(model):
         for attribute, value in vars(module).items():
             if isinstance(value, list | tuple | dict) and attribute not in OWN:
                 yield from _search(value, f"{path}.{attribute}" if path else attribute, seen, MAX_DEPTH)

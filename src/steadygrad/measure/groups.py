@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from steadygrad.facts import Misspelt
+from steadygrad.state.modules import list_modules
 from steadygrad.state.trained_parameters import TrainedParameters
 
 ALIASES = {"learning_rate": "lr", "learning-rate": "lr", "learningrate": "lr", "LR": "lr", "Lr": "lr"}
@@ -72,7 +73,7 @@ def find_not_frozen(trained: TrainedParameters) -> Iterator[str]:
         flag = next((flag for flag in FLAGS if vars(parameter).get(flag) is False), "") if id(parameter) in held else ""
         if flag:
             yield f"{name}.{flag} = False"
-    for name, module in trained.model.named_modules():
+    for name, module in list_modules(trained.model):
         if vars(module).get("requires_grad") is not False or _has_own_meaning(type(module)):
             continue
         parameters = list(module.parameters())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from steadygrad.facts import Load
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.suspicious_ops import find_caller
+from steadygrad.state.modules import list_modules
 
 SAMPLE = 64
 """Most elements of a tensor to keep."""
@@ -144,7 +145,7 @@ def find_later_load(model: nn.Module) -> str:
 
 
 def _find_loads(model: nn.Module) -> list[Load]:
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in list_modules(model)}
     found = [(names[module], record) for module, record in list(_records.items()) if module in names]
     return [
         Load(

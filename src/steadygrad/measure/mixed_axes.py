@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from steadygrad.facts.program import MixedAxes
 from steadygrad.measure.loss_graph import find_shape, moves_last_to_second, pass_views
 from steadygrad.measure.suspicious_ops import find_caller
+from steadygrad.state.modules import list_modules
 
 RESHAPES = frozenset(("view", "reshape", "view_as", "reshape_as"))
 PADDERS = frozenset(("cat", "concat", "pad", "concatenate"))
@@ -130,7 +131,7 @@ class TimeFirstWatch:
     def __init__(self, model: nn.Module) -> None:
         self._calls: list[tuple[str, tuple[int, ...]]] = []
         self._handles: list[RemovableHandle] = []
-        for name, module in model.named_modules():
+        for name, module in list_modules(model):
             if isinstance(module, TIME_FIRST) and not _is_batch_first(module):
                 self._handles.append(module.register_forward_pre_hook(self._make_hook(name)))
 

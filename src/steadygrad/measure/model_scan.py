@@ -31,6 +31,7 @@ from steadygrad.measure.partial_saves import PartialSaves, is_drawn
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.modules import list_modules
 from steadygrad.state.trained_parameters import TrainedParameters
 
 SAMPLE, NUM_SAMPLED = 256, 8
@@ -69,7 +70,7 @@ class ModelWatch:
         self.num_steps = self._copies.num_steps = self.num_steps + 1
 
     def begin(self) -> ModelScan:
-        """Look at the model as it is given."""
+        """Look at the model before its first optimizer step."""
         model = self._model
         own = {id(p) for p in model.parameters()}
         self._untrained = frozenset(name for name, p in self._list_unheld())
@@ -196,7 +197,7 @@ def _find_twins(model: nn.Module) -> list[tuple[str, str]]:
 
 def _list_weights(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, Tensor]]:
     """Return the weights of such layers that are parameters: reading a parametrized one runs code, as spectral norm."""
-    weights = [(f"{n}.weight", m._parameters.get("weight")) for n, m in model.named_modules() if isinstance(m, kind)]
+    weights = [(f"{n}.weight", m._parameters.get("weight")) for n, m in list_modules(model) if isinstance(m, kind)]
     return [(name, weight) for name, weight in weights if weight is not None]
 
 
@@ -204,7 +205,7 @@ def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
     """Return the last layer, if it is frozen with the values that torch draws for a new one; and the frozen share."""
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     share = frozen / max(1, sum(p.numel() for p in model.parameters()))
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    layers = [(n, m) for n, m in list_modules(model) if isinstance(m, nn.Linear)]
     if not layers or share <= MOST:
         return "", share
     name, head = layers[-1]
@@ -234,7 +235,7 @@ def _is_new(weight: Tensor, bias: Tensor | None) -> bool:
 
 def _find_unkept_promises(model: nn.Module) -> Iterator[str]:
     """Yield modules whose own `train()` freezes parameters, as a setting of theirs asks, and that have none frozen."""
-    for name, module in model.named_modules():
+    for name, module in list_modules(model):
         if type(module).train is nn.Module.train or not module.training:
             continue
         setting = _find_freezing_setting(module)

@@ -24,6 +24,7 @@ from steadygrad.measure.call_in_place import call_in_place
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.suspicious_ops import find_caller
+from steadygrad.state.modules import list_modules
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -157,7 +158,7 @@ class ModeWatch:
         self._num_children = len(self._model._modules)
         self._layers = [
             (name, module)
-            for name, module in self._model.named_modules()
+            for name, module in list_modules(self._model)
             if isinstance(module, DROPOUTS) or _is_spectral(module) or _keeps_statistics(module)
         ]
 
@@ -233,7 +234,7 @@ def _is_hollow(model: nn.Module) -> bool:
     That happens when `train()` is redefined and forgets its children, or when `eval()` is called on what a wrapper
     holds. A frozen part is kept in eval mode on purpose: most of the parameters inside must be trained.
     """
-    for module in model.modules():
+    for _, module in list_modules(model):
         is_own = type(module).train is not nn.Module.train and not type(module).__module__.startswith("torch.")
         if not module.training or not (module is model or is_own):
             continue

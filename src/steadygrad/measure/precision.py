@@ -21,6 +21,7 @@ from steadygrad.measure.quiet_hook import QuietHook, remove_hooks
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.hidden_hooks import hide_hooks
+from steadygrad.state.modules import list_modules
 from steadygrad.state.trained_parameters import TrainedParameters
 from steadygrad.state.tree import find_tensors
 from steadygrad.stats import median
@@ -75,7 +76,7 @@ class PrecisionWatch:
         """Sample the weights, and watch the forwards of the first steps."""
         self._sample()
         model = self._trained.model
-        if may_enter(model) and not any(isinstance(module, FAST_PATHS) for module in model.modules()):
+        if may_enter(model) and not any(isinstance(module, FAST_PATHS) for _, module in list_modules(model)):
             self._forward.begin()
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class ForwardWatch:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # Bound to the list: it is emptied in place, and self._hooks must never be another one.
         weakref.finalize(self, remove_hooks, self._hooks)
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = {module: name for name, module in list_modules(model)}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._draws: dict[nn.Module, list[list[RandomState]]] = {}
         self._redrawn: list[str] = []
@@ -144,10 +145,12 @@ class ForwardWatch:
             self.close()
 
     def _hook(self) -> None:
-        for module in self._model.modules():
+        before = QuietHook(self._before_module, num_arguments=2)
+        after = QuietHook(self._after_module, num_arguments=3)
+        for _, module in list_modules(self._model):
             hide_hooks(module)
-            self._hooks.append(module.register_forward_pre_hook(QuietHook(self._before_module, num_arguments=2)))
-            self._hooks.append(module.register_forward_hook(QuietHook(self._after_module, num_arguments=3)))
+            self._hooks.append(module.register_forward_pre_hook(before))
+            self._hooks.append(module.register_forward_hook(after))
         self._hooks.append(self._model.register_forward_pre_hook(QuietHook(self._before_model, num_arguments=2)))
 
     def close(self) -> None:
@@ -199,7 +202,7 @@ def _has_products(model: nn.Module) -> bool:
     """Return whether the model has weights that inputs are multiplied with: matrices that are not looked up in."""
     return any(
         p.dim() > 1 and p.dtype is torch.float32
-        for module in model.modules()
+        for _, module in list_modules(model)
         if not isinstance(module, LOOKUPS)
         for p in module.parameters(recurse=False)
     )

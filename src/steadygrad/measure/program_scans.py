@@ -74,7 +74,7 @@ class ProgramScans:
         self._transfer = Transfer(slots=8)
         self._broken: set[str] = set()
         self._first: list[Fact] = []
-        self._has_begun = False
+        self._has_begun = self._has_seen_model = False
         self._ranks: RankAgreement | None = None
         self._calls = CallOrderWatch(
             [p for _, p in trained.named],
@@ -98,7 +98,6 @@ class ProgramScans:
         self._ranks = self._try("ranks", self._join_ranks)
         num_averaging = 0 if self._ranks is None else self._ranks.num_averaging
         self._try("calls", lambda: self._calls.begin(num_averaging=num_averaging))
-        self._first += [scan for scan in (self._try("model", self._model.begin),) if scan is not None]
         self._try("precision", self._precision.begin)
 
     def close(self) -> None:
@@ -114,6 +113,10 @@ class ProgramScans:
 
     def before_optimizer(self, *, scale_is_known: bool) -> PendingProgram:
         """Note what was called since the last step, now that the gradients are complete."""
+        if not self._has_seen_model:
+            # Now and not before the forward: on CUDA the device is busy with the backward meanwhile.
+            self._has_seen_model = True
+            self._first += [scan for scan in (self._try("model", self._model.begin),) if scan is not None]
         calls = self._try("calls", lambda: self._calls.take(scale_is_known=scale_is_known))
         return PendingProgram(calls=calls)
 

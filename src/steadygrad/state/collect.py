@@ -277,7 +277,7 @@ def find_uncopied(
 
 
 def _collect_buffers(collector: Collector, model: nn.Module) -> Iterator[tuple[nn.Module, str, Slot | None]]:
-    for path, module in model.named_modules():
+    for path, module in list_modules(model):
         for name, buffer in module._buffers.items():
             label = f"buffer {path}.{name}" if path else f"buffer {name}"
             if buffer is None:
