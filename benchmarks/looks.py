@@ -1,10 +1,10 @@
 """What a periodic scan costs: by default, weights, Adam's ratio, batch and activations are measured every 100 steps.
 
-GPTs with different numbers of tensors under a Guard that scans every 50 steps: eager, bf16 autocast and fused AdamW on
-CUDA; a small one in fp32 on the CPU. The parts of a scan are queued in different steps, and each is read in the next
-one, so its cost is how much longer the ten steps around it take than ten ordinary ones: median and mean over scans.
-`host` waits for the device before each step, which leaves only the host's work; `step` does not wait. Kernels are
-counted by torch's profiler, in those ten steps and in ten others.
+GPTs with different numbers of tensors under a Guard that scans more often: eager, bf16 autocast and fused AdamW on
+CUDA; a small one in fp32 on the CPU. A scan's parts are queued in a few neighbouring steps, and each is read in the
+step after, so its cost is how much longer these steps take than as many ordinary ones of the same stretch: median and
+mean over scans. `host` waits for the device before each step, which leaves only the host's work; `step` does not wait.
+Kernels are counted by torch's profiler, in those steps and in as many others.
 
     python benchmarks/looks.py [--device cuda|cpu] [--only NAME] [--quick]
 """
@@ -27,14 +27,14 @@ from models import GPT, SHAPES
 from steadygrad import Guard, GuardConfig, MeasureConfig, SnapshotConfig
 from steadygrad.measure.periodic_scans import GAPS
 
-EVERY = 50
+EVERY = 25
 """Steps from one look to the next."""
-AROUND = 10
+AROUND = 6
 """Steps in which the parts of a look are queued and read."""
 BEFORE = 2 * (EVERY // GAPS)
 """Steps from the first of them to the step that `EVERY` divides."""
 MODELS = {
-    "cuda": {"GPT-2 124M": (12, 8, 1024, 12), "43M, 1154 small tensors": (6, 8, 256, 3)},
+    "cuda": {"GPT-2 124M": (12, 8, 1024, 12), "43M, 1154 small tensors": (6, 8, 256, 2)},
     "cpu": {"10M": (8, 2, 128, 6)},
 }
 """Name of the shapes -> heads, batch size, tokens, looks to time in each way."""
@@ -122,15 +122,18 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
     host = [training.time_host() for _ in range(rounds)]
     steps = [training.time_steps() for _ in range(rounds)]
     launches = training.count_launches() if device == "cuda" else {}
-    return {"num_tensors": training.num_tensors, "host": compare(host), "step": compare(steps), "launches": launches}
+    return {
+        "num_tensors": training.num_tensors, "every": EVERY, "around": AROUND,
+        "host": compare(host), "step": compare(steps), "launches": launches,
+    }  # fmt: skip
 
 
 def compare(rounds: list[list[float]]) -> dict[str, Any]:
     """Return how much longer the steps around each look took than ordinary ones, and the time of an ordinary step."""
-    usual = statistics.median(time for times in rounds for time in times[AROUND:])
-    looks = [sum(times[:AROUND]) - AROUND * usual for times in rounds]
+    # Means: a step's time is skewed on a busy host, and ten of its medians are less than ten steps.
+    looks = [sum(times[:AROUND]) - AROUND * statistics.fmean(times[AROUND:]) for times in rounds]
     return {
-        "usual_ms": usual,
+        "usual_ms": statistics.fmean(time for times in rounds for time in times[AROUND:]),
         "looks_ms": looks,
         "median_ms": statistics.median(looks),
         "mean_ms": statistics.fmean(looks),

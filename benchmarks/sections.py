@@ -390,6 +390,8 @@ def show_losses(losses: list[float | None]) -> str:
 
 def render_looks(results: Results) -> str:
     """Render how much longer the steps around a look take than other ones."""
+    settings = {(found["every"], found["around"]) for found in results.values()}
+    about = " or ".join(f"A scan every {every} steps, measured over {around}" for every, around in sorted(settings))
     rows = [
         [
             f"{name}, {found['num_tensors']} tensors",
@@ -401,7 +403,8 @@ def render_looks(results: Results) -> str:
         ]
         for name, found in results.items()
     ]
-    return render_table(["", "host, ms", "step, ms", "kernels and copies per scan"], rows)
+    table = render_table(["", "host, ms", "step, ms", "kernels and copies per scan"], rows)
+    return f"{about}:\n\n{table}"
 
 
 def render_recipes(results: Results) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad import DetectConfig, Guard, GuardConfig, MeasureConfig
@@ -103,3 +104,30 @@ def test_a_layer_is_of_equal_units_only_if_all_its_rows_are() -> None:
             layer.weight += torch.linspace(1, 2, 100)
 
     assert units.find() == units.find() == ("0.weight",)
+
+
+class Seen(TorchFunctionMode):
+    """Notes the names of the calls that are made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_program_sees_the_programs_calls_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.rand(2, 3, 16, 16))
+    guard, seen = Guard(model, torch.optim.SGD(model.parameters(), 0.1)), Seen()
+
+    def find_loss(images: Tensor) -> Tensor:
+        with seen:
+            return model(images).square().mean()
+
+    guard.step(find_loss, torch.rand(2, 3, 16, 16))
+    assert {"conv2d", "square"} <= seen.names
+    # They look at the pixels and at the weights, which the program does not.
+    assert not seen.names & {"sort", "round", "diff", "stack", "cat"}

@@ -366,7 +366,9 @@ class ProgramWatch:
     def _try(self, call: Any, *args: Any) -> Any:
         """Call our own code; what fails says nothing."""
         try:
-            return call(*args)
+            # A mode that watches the program's own calls (`graph.py`) must not see these: it would take them for its.
+            with torch._C.DisableTorchFunction():
+                return call(*args)
         except Exception:
             return None
 
