@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,3 +44,7 @@ class EngineScale:
 
     def update(self, *, bad_gradient: Tensor, bad_loss: Tensor | None) -> None:
         """Leave that to the engine."""
+
+    def leave_out(self, _: Callable[[], Any]) -> float | None:
+        """Return that the engine is not asked: it is never given such a step."""
+        return None

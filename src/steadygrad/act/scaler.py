@@ -9,7 +9,7 @@ gradients still carry the old one, so each divides by the scale that its own bac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,7 @@ class LossScale(Protocol):
     def scale(self, loss: Tensor) -> Tensor: ...
     def end_step(self) -> None: ...
     def update(self, *, bad_gradient: Tensor, bad_loss: Tensor | None) -> None: ...
+    def leave_out(self, step: Callable[[], Any], /) -> float | None: ...
 
 
 class ScalerDriver:
@@ -116,6 +117,10 @@ class ScalerDriver:
             # Undone on the device: the host does not know yet whether the loss was bad.
             scale.copy_(torch.where(ignore, before[0], scale))
             growth.copy_(torch.where(ignore, before[1], growth))
+
+    def leave_out(self, _: Callable[[], Any]) -> float | None:
+        """Return that nothing but the guard leaves steps out."""
+        return None
 
     def _note_waiting(self, scale: Tensor) -> None:
         """Note the current scale for gradients that await this guard's step: another guard is about to change it."""

@@ -8,6 +8,7 @@ import torch
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.engine_scale import EngineScale
+from steadygrad.act.own_scale import OwnScale
 from steadygrad.act.rates import Rates
 from steadygrad.act.scaler import LossScale, ScalerDriver
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
@@ -24,9 +25,7 @@ class Optimizers:
     def __init__(self, training: Training, buffers: BufferKeeper) -> None:
         self.given: tuple[torch.optim.Optimizer, ...] = training.optimizers
         self.rates = Rates(self.given)
-        self.scaler: LossScale = (
-            training.scaler if isinstance(training.scaler, EngineScale) else ScalerDriver(training.scaler, self.given)
-        )
+        self.scaler = _find_scale(training)
         self.schedule_and_ema = ScheduleAndEma(
             training.scheduler,
             training.ema,
@@ -49,6 +48,17 @@ class Optimizers:
                         parameter.grad = None
             else:
                 optimizer.zero_grad(set_to_none=True)
+
+
+def _find_scale(training: Training) -> LossScale:
+    """Return who scales the loss: an engine, an optimizer that may do so itself, or a GradScaler, if any."""
+    if isinstance(training.scaler, EngineScale):
+        return training.scaler
+    if training.scaler is None and len(training.optimizers) == 1:
+        own = OwnScale(training.optimizers[0])
+        if own.may_be_there:
+            return own
+    return ScalerDriver(training.scaler, training.optimizers)
 
 
 def _clears_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:

@@ -147,6 +147,9 @@ class Stepper:
         measure_updates = not bad and self._updates_are_due(reading.step)
         if measure_updates:
             watched.updates.before()
+        if bad and not watched.has_many_ranks and _may_be_overflow(reading):
+            scale_left = optimizers.scaler.leave_out(lambda: watched.reflex.step_on_host(used, 1.0))
+            reading = reading if scale_left is None else dataclasses.replace(reading, loss_scale=scale_left)
         if bad:
             watched.reflex.skip_on_host()
             self._buffers.restore()
@@ -231,6 +234,11 @@ class Stepper:
     def _updates_are_due(self, step: int) -> bool:
         every = self._config.measure.parameters_every
         return every > 0 and step % every == 0
+
+
+def _may_be_overflow(reading: Reading) -> bool:
+    """Whether a bad step may be the search for a loss scale: nothing but its gradients is bad."""
+    return reading.num_nonfinite > 0 and not reading.loss_is_nonfinite and not reading.bad_rates
 
 
 def _as_repaired(found: Reading, used: Reading) -> Reading:

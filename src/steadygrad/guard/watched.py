@@ -85,6 +85,11 @@ class Watched:
             self.periodic_scans.compile()
 
     @property
+    def has_many_ranks(self) -> bool:
+        """Whether other ranks train too."""
+        return self._ranks.many
+
+    @property
     def has_new_parameters(self) -> bool:
         """Whether the optimizers' parameters differ from those watched so far."""
         return _sign(self.trained.optimizers) != self._signature

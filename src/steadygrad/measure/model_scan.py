@@ -31,6 +31,7 @@ from steadygrad.measure.partial_saves import PartialSaves, is_drawn
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.code_names import list_names
 from steadygrad.state.modules import list_modules
 from steadygrad.state.trained_parameters import TrainedParameters
 
@@ -246,9 +247,9 @@ def _find_unkept_promises(model: nn.Module) -> Iterator[str]:
 
 def _find_freezing_setting(module: nn.Module) -> str:
     """Return the setting that makes `train()` freeze, such as 'frozen_stages=1'; from names in its code, not run."""
-    names = _list_names(type(module).train)
+    names = list_names(type(module).train)
     for called in [getattr(type(module), name, None) for name in names]:
-        names = names | (_list_names(called) if isinstance(called, types.FunctionType) else set())
+        names = names | (list_names(called) if isinstance(called, types.FunctionType) else set())
     if not names & {*FREEZING}:
         return ""
     for name in sorted(names):
@@ -256,10 +257,6 @@ def _find_freezing_setting(module: nn.Module) -> str:
         if ("freez" in name or "froz" in name) and isinstance(value, int) and value > 0:
             return f"{name}={value}"
     return ""
-
-
-def _list_names(function: Any) -> set[str]:
-    return set(getattr(getattr(function, "__code__", None), "co_names", ()))
 
 
 def _find_states(saved: Any, depth: int) -> Iterator[Mapping[str, Any]]:

@@ -357,7 +357,7 @@ class Session:
                 conclude=lambda skipped: self._ours(watch.conclude, skipped=skipped),
             )
         # None where measuring failed: the step is then taken, as without us.
-        bad = bool(self._ours(watch.measure, self._look_around(optimizer)))
+        bad = bool(self._ours(watch.measure, self._look_around(optimizer), functools.partial(make, *args, **kwargs)))
         result = None if bad else watch.make_step(make, args, kwargs)
         self._ours(watch.conclude, skipped=bad)
         return result

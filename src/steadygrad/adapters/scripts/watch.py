@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.host_adam import HostAdam, can_step_on_host
+from steadygrad.act.own_scale import OwnScale
 from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
@@ -102,6 +103,7 @@ class Watch:
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
         self.owner = find_owner(list_parameters(optimizer))
+        self._own_scale = OwnScale(optimizer)
         self._program = ProgramWatch(
             list_trained_parameters(self.owner, optimizer), every=options.config.measure.scan_every
         )
@@ -139,6 +141,7 @@ class Watch:
         is_brief = self._step - self._taken_over_at == 1 and has_averages(self.optimizer)
         self._num_forgotten, self._taken_over_at = self._num_forgotten + 1 if is_brief else 0, self._step
         self.optimizer.__dict__ = optimizer.__dict__  # as `share` does; everything here holds this very object
+        self._own_scale = OwnScale(optimizer)
         self._signature, self._host_adam = [], None  # some parts hold the groups of the old one
         if self._num_forgotten == FIRST_STEPS and self._judgement is not None:
             self._judgement.note(describe_forgotten(optimizer, self._step))
@@ -195,8 +198,11 @@ class Watch:
         if self._clipped is not None:
             self._clipped.norm, self._clipped.max_norm = norm, float(max_norm)
 
-    def measure(self, around: Circumstances) -> bool:
-        """Measure the gradients as the optimizer will get them; return whether the step must be skipped."""
+    def measure(self, around: Circumstances, make: Callable[[], Any] | None = None) -> bool:
+        """Measure the gradients as the optimizer will get them; return whether the step must be skipped.
+
+        `make` makes the step: an optimizer with a loss scale of its own is asked to leave an overflowed one out itself.
+        """
         # Before our own ops below: the mode would trace them too.
         self._diagnosis.pause_live()
         if self._forward_scans is not None:
@@ -205,7 +211,9 @@ class Watch:
         self._prepare()
         self._periodic_scans.before_optimizer(self._looks, scale_is_known=around.loss_scale is not None)
         loss = around.add_up_losses()
-        m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
+        own = self._own_scale.now if around.loss_scale is None else None
+        scale, told = (around.carried_scale, around.loss_scale) if own is None else (own, own)
+        m = self._meter.measure(loss, scale=scale, told_scale=told)
         if m is None or not m.names:
             self._reading = None
             self._note_no_gradients(around)
@@ -224,6 +232,8 @@ class Watch:
         leave_out = not self._observe and (self._together.decide(bad) if around.has_many_ranks else bad)
         if leave_out and not bad:
             self.voice.say_few("skipped for another rank", f"step {self._step}: {OTHER_RANK}")
+        if leave_out and make is not None and around.loss_scale is None and not around.has_many_ranks:
+            reading = self._reading = self._leave_out(reading, make)
         # Before the diagnosis: the replay must start from the buffers that the step started from.
         if leave_out and not _is_search(reading):
             self._buffers.restore()
@@ -236,6 +246,13 @@ class Watch:
                 began_on=self._began_on,
             )
         return leave_out
+
+    def _leave_out(self, reading: Reading, make: Callable[[], Any]) -> Reading:
+        """Have an optimizer with its own loss scale leave the step out; return the reading with that scale, if so."""
+        if not reading.num_nonfinite or reading.loss_is_nonfinite or reading.bad_rates:
+            return reading
+        scale = self._own_scale.leave_out(make)
+        return reading if scale is None else dataclasses.replace(reading, loss_scale=scale)
 
     def _note_no_gradients(self, around: Circumstances) -> None:
         """Report an optimizer that has never got a gradient, though losses were computed."""
