@@ -9,7 +9,7 @@ In turns of 50, pinning slows the plain steps too. On the CPU each variant has i
 `steadygrad run`, and a step is timed in CPU seconds of that process, which other programs affect little. There a turn
 begins with cold caches, so its length does not divide the hundred steps between two scans: otherwise every scan would
 find cold caches, unlike in a real run. `worst ten` is the slowest stretch of ten consecutive steps; a ratio below 1
-means that the plain run had a stall of its own, as 774M did (one step of 322 ms): compare with its median there.
+means that the plain run stalled once itself, as 774M did (one step of 322 ms): compare with its median there.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from launching import run_guarded, run_plainly
+from scripts.own_scale import Halving, train
 from torch import nn
 
 from steadygrad import Guard
 from steadygrad.facts import Severity
-from stories.launching import run_guarded, run_plainly
-from stories.scripts.own_scale import Halving, train
 
 
 @pytest.mark.parametrize("kind", ["halving", "masters"])

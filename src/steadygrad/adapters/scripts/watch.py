@@ -141,7 +141,7 @@ class Watch:
         is_brief = self._step - self._taken_over_at == 1 and has_averages(self.optimizer)
         self._num_forgotten, self._taken_over_at = self._num_forgotten + 1 if is_brief else 0, self._step
         self.optimizer.__dict__ = optimizer.__dict__  # as `share` does; everything here holds this very object
-        self._own_scale = OwnScale(optimizer)
+        self._own_scale = OwnScale(self.optimizer)
         self._signature, self._host_adam = [], None  # some parts hold the groups of the old one
         if self._num_forgotten == FIRST_STEPS and self._judgement is not None:
             self._judgement.note(describe_forgotten(optimizer, self._step))
