@@ -331,7 +331,7 @@ TROUBLE: dict[str, Trouble] = {
         facts=lambda: _steps(12, lambda t: reading(t, missing=NAMES[:8], missing_share=0.6)), step=0
     ),
     "stale_gradient": Trouble(facts=lambda: [reading(0), reading(1, stale=NAMES), reading(2, stale=NAMES)], step=1),
-    "adam_rms": Trouble(facts=lambda: _steps(41, lambda t: _with_looks(t, t == 40)), step=40),
+    "adam_rms": Trouble(facts=lambda: _steps(42, lambda t: _with_looks(t, t >= 40)), step=41),
     "update_norm": Trouble(facts=lambda: _steps(41, lambda t: _with_looks(t, t == 40)), step=40),
     "update_ratio": Trouble(facts=lambda: _steps(41, lambda t: _with_looks(t, t == 40)), step=40),
     "outlier_input": Trouble(

@@ -248,6 +248,16 @@ def test_adams_rms_above_the_published_threshold_is_an_info() -> None:
     assert severities(findings_of(rule_named("adam_rms"), facts)) == [Severity.INFO]
 
 
+@pytest.mark.parametrize(("num_far", "expected"), [(1, [Severity.INFO]), (2, [Severity.INFO, Severity.WARNING])])
+def test_adams_rms_far_above_its_baseline_is_a_warning_if_it_stays(num_far: int, expected: list[Severity]) -> None:
+    """One odd batch is not the beginning of a spike."""
+    usual: list[Fact] = [reading(t, adam_rms={"w": 1.0 + 0.02 * (t % 3), "u": 1.0}) for t in range(20)]
+    far: list[Fact] = [reading(20 + t, adam_rms={"w": 4.0, "u": 1.0}) for t in range(num_far)]
+    later: list[Fact] = [reading(30 + t, adam_rms={"w": 1.0, "u": 4.0 if t == 5 else 1.0}) for t in range(9)]
+
+    assert severities(findings_of(rule_named("adam_rms"), [*usual, *far, *later])) == expected
+
+
 def test_updates_proportional_to_the_learning_rate_are_usual() -> None:
     rates = [RATE * (100 if t > 50 else 1) for t in range(100)]
     facts: list[Fact] = [

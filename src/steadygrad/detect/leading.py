@@ -3,6 +3,8 @@
 The RMS of g^2/v says that Adam's second moment lags behind the gradient: loss spikes come 1 to 8 steps after it passes
 2.3 (arXiv 2304.13013). The norm of the update was seen to spike before loss and gradient norm (marin#1368). Both are
 measured every N steps only. The absolute bound is an `info`; a warning needs distance from the tensor's own baseline.
+One odd batch lifts a ratio far above its baseline too, and in 40,000 healthy steps with small batches a few do: the
+ratio of the same tensor must be that far off twice in a row.
 """
 
 from __future__ import annotations
@@ -21,22 +23,24 @@ ADVICE = (
 
 
 class AdamRms(Remembering):
-    """The gradient of a tensor outgrew the second moment that should normalise it."""
+    """The gradient of a tensor outgrew the second moment that should normalise it; a warning if it stays so."""
 
     name = "adam_rms"
     hears_plain = False
-    memory = ("_baselines", "_info", "_warning")
+    memory = ("_baselines", "_info", "_warning", "_far")
 
     def __init__(self, config: DetectConfig) -> None:
         layers = self._config = config.layers
         self._baselines = Keyed(lambda: Baseline(window=64, min_values=layers.min_values, relative_floor=0.0))
         self._info = Episode(config.repeat_after, quiet=100)
         self._warning = Episode(config.repeat_after)
+        self._far: list[str] = []  # tensors that were far above their baselines when last measured
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Look at the steps at which it was measured, and name the worst tensor."""
         if not isinstance(fact, Reading) or not fact.adam_rms or fact.is_nonfinite:
             return
+        before, self._far = self._far, []
         high: dict[str, tuple[bool, float, float]] = {}
         for name, rms in fact.adam_rms.items():
             if not 0 < rms < math.inf:  # NaN fails this too
@@ -45,8 +49,9 @@ class AdamRms(Remembering):
             if rms > self._config.adam_rms:
                 # Scored before it is admitted: a value must not be part of what it is compared with
                 score, usual = baseline.score(size), math.exp(baseline.median) if len(baseline) else math.inf
-                far = score > self._config.outlier_score and rms > self._config.adam_rms_ratio * usual
-                high[name] = (far, rms, usual)
+                if score > self._config.outlier_score and rms > self._config.adam_rms_ratio * usual:
+                    self._far.append(name)
+                high[name] = (name in self._far and name in before, rms, usual)
             baseline.admit(size)
         if not high:
             return
