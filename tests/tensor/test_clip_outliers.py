@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from steadygrad import OutlierClip
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from steadygrad import Guard, GuardConfig, OutlierClip
 from steadygrad.clip.outliers import NO_LIMIT, OutlierClipper
 
 
@@ -50,6 +54,39 @@ def test_a_lasting_level_becomes_usual() -> None:
     clipped = find_clipped([*STEADY, *(1000.0 * norm for norm in STEADY)])
     assert clipped == list(range(200, 200 + len(clipped)))
     assert 32 <= len(clipped) <= 34
+
+
+def test_the_norms_of_the_first_steps_stay_usual() -> None:
+    """Most samples are learnt and their norms fall to almost nothing; a rare one has the norm that all had at first."""
+    norms = [max(0.002, math.exp(-step / 40)) * (1 + 0.3 * math.sin(step)) for step in range(600)]
+    assert find_clipped([2.0 if step % 97 == 96 else norm for step, norm in enumerate(norms)]) == []
+
+
+def test_rare_events_are_learnt_as_without_a_guard() -> None:
+    """One sample a step, and one in forty is positive: its norm is hundreds of times that of the others by then."""
+
+    def train(config: GuardConfig | None) -> tuple[nn.Module, Guard | None]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
+        optimizer, direction = torch.optim.Adam(model.parameters(), 1e-3), torch.randn(10)
+        guard = None if config is None else Guard(model, optimizer, config=config)
+        for _ in range(3000):
+            x = torch.randn(1, 10)
+            y = (x @ direction > 7.5).float()
+            loss = F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
+            if guard is not None:
+                guard.step(loss)
+            else:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return model, guard
+
+    plain, _ = train(None)
+    guarded, guard = train(GuardConfig())
+    assert guard is not None
+    assert guard.stats()["num_clipped"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters()))
 
 
 def test_nothing_is_clipped_before_enough_norms_are_known() -> None:

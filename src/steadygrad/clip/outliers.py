@@ -1,8 +1,10 @@
 """OutlierClip: scale the gradients of a step only when their norm is many times what is usual in this run.
 
-Usual is what all but one in 32 of the last `window` healthy norms stayed below. Not their median: where episodes grow
-longer, or a new loss term starts, norms rise a hundredfold within steps and swing by more than ten times the median,
-and that is healthy training. An outlier does not count towards what is usual, unless `warmup` of them have come and
+Usual is what all but one in 32 of the last `window` healthy norms stayed below, at the time when that was highest. Not
+their median: where episodes grow longer, or a new loss term starts, norms rise a hundredfold within steps and swing by
+more than ten times the median, and that is healthy training. Not the present ones alone: where most samples are learnt,
+norms fall to almost nothing, and a rare one has the norm that every sample had at first; clipping it would keep what is
+rare from ever being learnt. An outlier does not count towards what is usual, unless `warmup` of them have come and
 outnumber the usual norms in between: then they are the new usual.
 
 The norms are kept on the host: each step's arrives there anyway, and the threshold goes into the measuring kernel as a
@@ -44,6 +46,7 @@ class OutlierClipper:
         self._sorted: list[float] = []
         self._outliers: deque[float] = deque()
         self._newest: tuple[int, float] | None = None
+        self._highest = 0.0  # of what has been usual so far
         self._threshold: float | None = None  # None when the norms have changed since
         self.constant_norm: float | None = NO_LIMIT
 
@@ -86,20 +89,23 @@ class OutlierClipper:
         if self._threshold is None:
             num = len(self._sorted)
             is_known = len(self._norms) >= self._settings.warmup
-            usual = self._sorted[num - 1 - num // RARE] if is_known else math.inf
-            self._threshold = min(NO_LIMIT, self._settings.ratio * usual)
+            if is_known:
+                self._highest = max(self._highest, self._sorted[num - 1 - num // RARE])
+            self._threshold = min(NO_LIMIT, self._settings.ratio * self._highest) if is_known else NO_LIMIT
         return self._threshold
 
     def state_dict(self) -> dict[str, Any]:
         """Return the norms; empty before the first step."""
         newest = {} if self._newest is None else {"newest": list(self._newest)}
         outliers = {"outliers": list(self._outliers)} if self._outliers else {}
-        return {"norms": list(self._norms), **outliers, **newest} if self._norms or newest else {}
+        highest = {"highest": self._highest} if self._highest else {}
+        return {"norms": list(self._norms), **highest, **outliers, **newest} if self._norms or newest else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict()` returned."""
         self._norms = deque(float(norm) for norm in state.get("norms", ()))
         self._sorted, self._threshold = sorted(self._norms), None
         self._outliers = deque(float(norm) for norm in state.get("outliers", ()))
+        self._highest = float(state.get("highest", 0.0))
         newest = state.get("newest")
         self._newest = None if newest is None else (int(newest[0]), float(newest[1]))

@@ -38,15 +38,16 @@ class OutlierClip:
 
     kind: ClassVar[str] = "outliers"
 
-    ratio: float = 10.0
-    """Multiple of the usual norm that a step is clipped to when above it. Usual: all but 1 in 32 norms were smaller."""
+    ratio: float = 100.0
+    """Multiple of the usual norm that a step is clipped to when above it. Usual: all but 1 in 32 norms were smaller, at
+    any time of the run so far."""
     window: int = 128
     """Healthy steps whose norms define what is usual."""
     warmup: int = 32
     """Healthy steps before anything is clipped."""
 
     def __post_init__(self) -> None:
-        require(is_number(self.ratio) and self.ratio > 1, self, "ratio", "be above 1", "Use 10.0.")
+        require(is_number(self.ratio) and self.ratio > 1, self, "ratio", "be above 1", "Use 100.0.")
         require_whole(self, "window", least=8, hint="Use 128.")
         require_whole(self, "warmup", least=1, hint="Use 32.")
         require(self.warmup <= self.window, self, "warmup", "not be above the window", "Use 32.")

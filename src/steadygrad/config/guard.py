@@ -36,8 +36,8 @@ class GuardConfig:
     """
 
     clip: ClipStrategy | None = field(default_factory=OutlierClip)
-    """How gradients are clipped; None: not at all. The default touches only a step whose norm is ten times the run's
-    usual one: a fixed norm of 1.0 clips most steps of most small models, and changes how they train."""
+    """How gradients are clipped; None: not at all. The default touches only a step whose norm is a hundred times the
+    run's usual one: a fixed norm of 1.0 clips most steps of most small models, and changes how they train."""
     on_nonfinite: Action = Action.SKIP
     """What to do about a NaN or Inf in loss or gradients: SKIP the step, SANITIZE the gradients, or RAISE."""
     sanitize_value: float = 0.0

@@ -225,6 +225,8 @@ class IndependentLabels(Remembering):
         best = max(score, fact.product_score, fact.neighbour_score)
         if fact.num_samples < FEWEST_SAMPLES or best > CERTAIN_SCORE or loss < NO_BETTER * fact.entropy:
             return
+        if not fact.entropy > 0:  # labels of one class: there is nothing to guess
+            return
         self._told = True
         yield Finding(
             kind=self.name,
