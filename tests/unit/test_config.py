@@ -248,7 +248,7 @@ def test_settings_are_compared_by_value_and_changed_by_replacing() -> None:
 
 def test_the_default_clips_outliers_and_skips() -> None:
     config = GuardConfig()
-    assert config.clip == OutlierClip(ratio=10.0)
+    assert config.clip == OutlierClip(ratio=100.0)
     assert config.on_nonfinite is Action.SKIP
     assert config.sanitize_value == 0.0
     assert config.drop_bad_microbatches is False

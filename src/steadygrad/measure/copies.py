@@ -27,7 +27,7 @@ from steadygrad.measure.quiet_hook import QuietHook
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.suspicious_ops import OUR_FOLDERS, find_caller
 from steadygrad.state.calls import hear_calls, stop_hearing
-from steadygrad.state.live_objects import list_live
+from steadygrad.state.live_objects import is_affordable, list_live
 
 MOST_COPIES, MOST_SEEN = 8, 512
 """Copies that are heard, and modules of the model's type that are compared with it."""
@@ -164,6 +164,8 @@ class CopyWatch:
 
 def find_copies(model: nn.Module) -> list[nn.Module]:
     """Return live modules of the same type whose parameters have the same names and shapes and are others."""
+    if not is_affordable():
+        return []
     kind, own = type(model), {id(module) for module in model.modules()}
     shapes = _list_shapes(model)
     found = [thing for thing in list_live(kind) if type(thing) is kind and id(thing) not in own][:MOST_SEEN]

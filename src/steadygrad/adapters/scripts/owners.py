@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from steadygrad.state.live_objects import list_live
+from steadygrad.state.live_objects import is_affordable, list_live, list_young
 from steadygrad.state.trained_parameters import unwrap
 
 
@@ -31,7 +31,8 @@ def list_parts(owner: nn.Module) -> list[nn.Module]:
 
 def _find_roots() -> list[nn.Module]:
     """Return modules that no other module holds."""
-    modules = list_live(nn.Module)
+    # Young ones: what an optimizer trains is seldom much older than itself where there are so many of them.
+    modules = list_live(nn.Module) if is_affordable() else list_young(nn.Module)
     # vars(): a module whose constructor has not reached super().__init__() has no `_modules`.
     children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
     return [module for module in modules if id(module) not in children]
