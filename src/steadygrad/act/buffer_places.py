@@ -197,14 +197,17 @@ def drop_new(modules: Iterable[nn.Module], known: Set[Where], odd: Set[Key]) -> 
                 delattr(module, name)
 
 
-def name_bad(model: nn.Module, places: Sequence[Place]) -> dict[str, int]:
-    """Map the name of each buffer that was finite and no longer is to its number of bad elements. Host memory only."""
-    bad = {(place.module, place.name): num for place in places if (num := _count_bad(place))}
+def name_bad(model: nn.Module, places: Sequence[Place]) -> dict[str, tuple[Place, int]]:
+    """Map the name of each buffer that was finite and no longer is to its place and number of bad elements.
+
+    Host memory only.
+    """
+    bad = [(place, num) for place in places if (num := _count_bad(place))]
     return {
-        f"{prefix}.{name}" if prefix else name: num
+        f"{prefix}.{place.name}" if prefix else place.name: (place, num)
         for prefix, module in (model.named_modules() if bad else ())
-        for (owner, name), num in bad.items()
-        if owner is module
+        for place, num in bad
+        if place.module is module
     }
 
 

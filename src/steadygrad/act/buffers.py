@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from steadygrad.act.buffer_places import FrozenTables, Key, Pack, Place, Where, drop_new, find_kind, name_bad, walk
 from steadygrad.act.call_listener import CallListener, CallListeners
+from steadygrad.measure.states import is_statistic
 
 # Asked of each module before every step: maps over these take a third of a loop's time.
 _own_buffers, _own_modules = operator.attrgetter("_buffers"), operator.attrgetter("_modules")
@@ -44,6 +45,10 @@ class BufferKeeper:
         self._singles: list[Place] = []
         self._odd: set[Key] = set()  # does not fit a pack, or is replaced by a forward
         self._tables = FrozenTables()
+        self._doubtful: dict[str, tuple[Place, Tensor]] = {}
+        """Buffers other than a norm's statistics that the last finite step has made NaN, and what they held before."""
+        self._meant: set[str] = set()
+        """Those whose NaN no step reads: the step after it was finite."""
         self.has_begun = False
         """Whether a forward of the current step was seen."""
         self._beside = _keepers.setdefault(model, weakref.WeakSet())
@@ -84,7 +89,7 @@ class BufferKeeper:
         if (anew or not self.has_begun) and not self._paused:
             self.has_begun = True
             # A NaN from a forward without gradients (a target network's, on the same batch) belongs to this step.
-            if anew or not (self._may_have_begun and self.find_spoilt()):
+            if anew or not (self._may_have_begun and self._list_spoilt()):
                 self._copy()
 
     def forget(self) -> None:
@@ -152,6 +157,11 @@ class BufferKeeper:
     def restore(self) -> None:
         """Undo the forward's changes after a step that the host knows to be bad."""
         self.put_back()
+        with torch.no_grad():
+            for place, before in self._doubtful.values():
+                if place.now is not None and place.now.shape == before.shape:
+                    place.now.copy_(before)  # it was read, and made this step bad
+        self._doubtful = {}
         self.accept()
 
     @torch.no_grad()
@@ -219,18 +229,32 @@ class BufferKeeper:
     def find_spoilt(self) -> dict[str, int]:
         """Return the buffers that were finite before this forward and no longer are, with their number of bad elements.
 
+        Only evaluation reads the statistics of a norm; whether a step reads another buffer shows in the next one, so
+        that is waited for: a metric may be 0/0 for a class that did not occur, a table NaN where nothing was seen yet.
         A loop that hides a NaN from its loss (`nan_to_num`, its own skip) still runs it through BatchNorm. Only
         buffers in host memory are checked: on a device this would cost a second host read per step, and the periodic
         scan finds them there.
         """
         if not self._packs and not self._singles:
             return {}
+        places = self._list_spoilt()
+        bad = {name: num for name, (_, num) in places.items() if is_statistic(name)}
+        self._meant |= self._doubtful.keys()  # this step was finite, whatever it read
+        self._doubtful = {
+            name: (place, place.copy.clone())
+            for name, (place, _) in places.items()
+            if name not in bad and name not in self._meant and place.copy is not None
+        }
+        return bad
+
+    def _list_spoilt(self) -> dict[str, tuple[Place, int]]:
+        """Return the place of each such buffer, and its number of bad elements."""
         suspects = list(self._singles)
         with torch.no_grad():
             for pack in self._packs:
                 if pack.saved.is_floating_point() and pack.saved.device.type == "cpu":
                     suspects += [] if pack.is_finite() else pack.places
-            return name_bad(self._model, suspects)
+            return name_bad(self._model, suspects) if suspects else {}
 
 
 def _list_held(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:

@@ -6,6 +6,7 @@ nothing here depends on the size of a model or of its loss. Cost: none beyond th
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import ClassVar
 
@@ -147,7 +148,8 @@ class UselessClip(CallRule):
         """Look at what the clip was given, and when."""
         if scan.clip_is_spent:
             return f"{scan.clip}{at(scan.where_clip)} got a generator that was already exhausted, so nothing is clipped"
-        if scan.clip_is_early:
+        # A limit of infinity clips nothing, and is how the norm of one microbatch is measured
+        if scan.clip_is_early and not (scan.clip == "clip_grad_norm_" and math.isinf(scan.max_norm)):
             return (
                 f"{scan.clip}{at(scan.where_clip)} runs before backward{at(scan.where_backward)}, so the "
                 "gradients of the step are not clipped"

@@ -84,7 +84,10 @@ def _is_silent(one: Broadcast) -> bool:
 
 
 class DoubleSoftmax(OnceRule[GraphScan | LossScan]):
-    """A softmax is fed to a softmax: cross entropy has its own, and gradients shrink."""
+    """A softmax is fed to a softmax: cross entropy has its own, and gradients shrink.
+
+    Log-probabilities stay as they are when their log_softmax is taken again.
+    """
 
     name = "double_softmax"
     hears = (GraphScan, LossScan)
@@ -92,7 +95,9 @@ class DoubleSoftmax(OnceRule[GraphScan | LossScan]):
     def judge(self, fact: GraphScan | LossScan) -> Finding | None:
         """Return the finding, with the line."""
         if isinstance(fact, LossScan):
-            places = [c.where or c.op for c in fact.calls if c.softmax_fed_by in ("softmax", "log_softmax")]
+            fed = [(c, (c.softmax_fed_by, c.fed_by)) for c in fact.calls]
+            twice = [c for c, pair in fed if {*pair} <= {"softmax", "log_softmax"} and pair != ("log_softmax",) * 2]
+            places = [c.where or c.op for c in twice]
         else:
             places = list(fact.double_softmaxes)
         if not places:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from steadygrad.detect.memory import Remembering
-from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
+from steadygrad.facts import Fact, Finding, MaskChange, ParameterScan, Reading, Severity
 from steadygrad.words import spell_count
 
 SHOWN = 5
@@ -100,19 +100,22 @@ class NonfiniteParameter(Remembering):
     """A weight is NaN or Inf. Each is reported once, and again only after it recovered.
 
     What was there before training may be meant: transitions that are -inf because they cannot occur, a mask kept as a
-    frozen parameter, memory that no forward reads. The first step shows it: it is finite all the same.
+    frozen parameter, memory that no forward reads. So may what the program writes between steps, as a search that
+    prunes a choice. The next step shows it: it is finite all the same.
     """
 
     name = "nonfinite_parameter"
-    hears = (ParameterScan, Reading)
-    memory = ("_known", "_given", "_is_tried")
+    hears = (ParameterScan, Reading, MaskChange)
+    memory = ("_known", "_given", "_is_tried", "_is_edited")
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._given: dict[str, int] = {}
-        """Parameters that were bad before training, and how many of their elements."""
+        """Parameters that the program gave as bad, and how many of their elements."""
         self._is_tried = True
         """Whether a step has shown that those do no harm."""
+        self._is_edited = False
+        """Whether the program has written to weights since the last scan."""
 
     def passes(self, _reading: Reading) -> bool:
         """A plain Reading is that of a finite step."""
@@ -124,6 +127,7 @@ class NonfiniteParameter(Remembering):
         if isinstance(fact, Reading):
             yield from self._try(fact)
             return
+        self._is_edited |= isinstance(fact, MaskChange)
         if not isinstance(fact, ParameterScan):
             return
         bad = fact.nonfinite_parameters
@@ -132,6 +136,11 @@ class NonfiniteParameter(Remembering):
         # One that recovered, or partly did, has no more excuse than that.
         self._given = {name: min(num, bad[name]) for name, num in self._given.items() if name in bad}
         new = [name for name, num in bad.items() if name not in self._known and num > self._given.get(name, 0)]
+        if self._is_edited and new:
+            self._given |= {name: bad[name] for name in new}
+            self._is_edited = self._is_tried = False
+            return
+        self._is_edited = False
         # Healed ones are forgotten, so that they are reported again.
         self._known = {name for name in bad if name in self._known or name in new}
         if new:
@@ -168,23 +177,30 @@ def _describe_parameters(step: int, bad: Mapping[str, int]) -> Finding:
 class NonfiniteBuffer(Remembering):
     """A buffer has become NaN or Inf, as BatchNorm's statistics do after one bad forward.
 
-    Observers start at plus and minus infinity, so a buffer must have been finite at a scan before.
+    Observers start at plus and minus infinity, so a buffer must have been finite at a scan before. Only evaluation
+    reads the statistics of a norm; what any other bad buffer spoils shows in the next step. If that is finite, no step
+    reads the buffer: a NaN marks what was not measured, or is the metric of an absent class. That is an info.
     """
 
     name = "nonfinite_buffer"
     hears_plain = False
     hears = (ParameterScan, Reading)
-    memory = ("_excused", "_known", "_seen")
+    memory = ("_excused", "_known", "_seen", "_doubtful")
 
     def __init__(self) -> None:
         self._excused: set[str] = set()
         self._known: set[str] = set()
+        self._doubtful: list[str] = []  # the next step shows whether a forward reads them
         self._seen = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an error for each buffer that was finite and is not now, or would not be after a step."""
-        if isinstance(fact, Reading) and fact.spoilt_buffers:
-            yield _describe_spoilt(fact)
+        if isinstance(fact, Reading):
+            if self._doubtful:
+                yield _describe_buffers(fact.step, self._doubtful, is_read=fact.is_nonfinite)
+                self._doubtful = []
+            if fact.spoilt_buffers:
+                yield _describe_spoilt(fact)
         if not isinstance(fact, ParameterScan):
             return
         bad = fact.nonfinite_buffers
@@ -194,16 +210,23 @@ class NonfiniteBuffer(Remembering):
         self._excused &= set(bad)
         new = [name for name in bad if name not in self._excused and name not in self._known]
         self._known = set(bad)
-        if new:
-            yield Finding(
-                kind=self.name,
-                severity=Severity.ERROR,
-                step=max(0, fact.step),
-                message=f"NaN or Inf in {spell_count(len(new), 'buffer')} that held none before: {show(new)}",
-                advice="A forward with a bad batch wrote them. Reset them (BatchNorm: reset_running_stats()), or go "
-                "back to a checkpoint.",
-                evidence={"buffers": new[:SHOWN], "num_buffers": len(new)},
-            )
+        statistics = [name for name in new if name.rpartition(".")[2].startswith("running_")]
+        self._doubtful = [name for name in new if name not in statistics]
+        if statistics:
+            yield _describe_buffers(fact.step, statistics, is_read=True)
+
+
+def _describe_buffers(step: int, names: Sequence[str], *, is_read: bool) -> Finding:
+    return Finding(
+        kind=NonfiniteBuffer.name,
+        severity=Severity.ERROR if is_read else Severity.INFO,
+        step=max(0, step),
+        message=f"NaN or Inf in {spell_count(len(names), 'buffer')} that held none before: {show(names)}"
+        + ("" if is_read else "; the next step was finite, so it reads none of that"),
+        advice="A forward with a bad batch wrote them. Reset them (BatchNorm: reset_running_stats()), or go back to a "
+        "checkpoint.",
+        evidence={"buffers": list(names[:SHOWN]), "num_buffers": len(names)},
+    )
 
 
 def _describe_spoilt(reading: Reading) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from steadygrad.detect.memory import Remembering
-from steadygrad.facts import Fact, Finding, Reading, Severity
+from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
 
 VANISHED = 1.000001e-6
 """Share of its maximum at which a rate is as good as 0. Six decays by 10 come to this, rounding included."""
@@ -19,11 +19,12 @@ cosine, 3 % of a polynomial of degree 4)."""
 class VanishedRate(Remembering):
     """The learning rate has been 0 since the first step, or a millionth of what it was for a good part of the run.
 
-    Typical: an integer division in a warm-up; a schedule meant for epochs that is stepped for every batch.
+    Typical: an integer division in a warm-up; a schedule meant for epochs that is stepped for every batch. An optimizer
+    that finds its step lengths itself may leave the rate at 0: then the weights move all the same.
     """
 
     name = "vanished_rate"
-    hears = (Reading,)
+    hears = (Reading, ParameterScan)
     memory = ("_largest", "_num_before", "_num_vanished", "_first", "_told")
 
     def __init__(self) -> None:
@@ -42,6 +43,8 @@ class VanishedRate(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, and again after the rate has come back."""
+        if isinstance(fact, ParameterScan) and fact.num_changed and not self._largest:
+            self._told = True
         if not isinstance(fact, Reading) or fact.skipped or fact.learning_rate is None:
             return
         rate = abs(fact.learning_rate)  # negative: ascent

@@ -21,6 +21,7 @@ from steadygrad.measure.held import find_held
 from steadygrad.measure.rows import PendingRows, send_rows
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, Factor, listen, stop_listening
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.live_objects import list_live
 
 NUM_STEPS = 4
 """Steps to watch: a loop that calls things in the wrong order does so from the start."""
@@ -47,10 +48,12 @@ class PendingCalls:
         rows = {name: list(row) for name, row in self._rows.read().items()}
         factors = [list(zip(*_halve(row))) for name, row in rows.items() if name.startswith("factors")]
         scales = [value for row in factors for value, kind in row if kind == BY_TENSOR and value >= LEAST_SCALE]
+        scale = max((scale for scale in scales if _is_power_of_two(scale)), default=1.0)
         return CallScan(
             step=reading.step,
             divisors=tuple(tuple(1.0 / v if kind and v else v for v, kind in row) for row in factors),
-            scale=max((scale for scale in scales if _is_power_of_two(scale)), default=1.0),
+            # Not the number of tokens, which is often a power of two as well.
+            scale=scale if scale > 1.0 and list_live(torch.amp.GradScaler) else 1.0,
             norm_after_backward=_find_finite(rows.get("after")),
             norm_at_clip=_find_finite(rows.get("clip")),
             norm_of_copy=_find_finite(rows.get("copy")),

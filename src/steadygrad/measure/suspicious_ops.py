@@ -42,6 +42,8 @@ AXIS_MAKERS = _words(
 RESHAPES = _words("view reshape view_as reshape_as unflatten")
 REDUCTIONS = _words("sum mean nansum nanmean prod norm vector_norm amax amin max min logsumexp std var any all")
 SOFTMAXES = frozenset(("softmax", "log_softmax"))
+LOG_SOFTMAXES = frozenset(("log_softmax", "cross_entropy"))
+"""Those that leave log-probabilities as they are."""
 VIEWS = _words(
     "view reshape view_as reshape_as flatten unflatten transpose transpose_ swapaxes swapdims permute movedim t "
     "squeeze squeeze_ unsqueeze unsqueeze_ select narrow __getitem__ index_select masked_select __get__"
@@ -65,6 +67,7 @@ class _Softmaxed:
     dim: int
     size: int
     viewed: bool = False
+    is_log: bool = False
 
     def fits(self, tensor: Tensor, dim: int) -> bool:
         """Return whether a softmax over `dim` of `tensor` is over the same classes."""
@@ -113,6 +116,8 @@ class SuspiciousOps:
             return
         if not (left.requires_grad or right.requires_grad) or self._is_given(left) or self._is_given(right):
             return
+        if _find_base(left) is _find_base(right):  # one tensor with itself: pairs are what is wanted
+            return
         found = Broadcast(op=name.strip("_"), left=tuple(left.shape), right=tuple(right.shape), where=find_caller())
         if found not in self.broadcasts:
             self.broadcasts.append(found)
@@ -140,6 +145,8 @@ class SuspiciousOps:
         if not isinstance(tensor, Tensor) or not tensor.requires_grad or not tensor.dim():
             return
         mark = self._softmaxed.get(tensor)
+        if mark is not None and mark.is_log and name in LOG_SOFTMAXES:
+            return  # the logarithms of probabilities stay as they are
         if mark is not None and mark.fits(tensor, _class_dim(name, tensor, args, kwargs)):
             where = find_caller()
             if where not in self.double_softmaxes and len(self.double_softmaxes) < MAX_SHOWN:
@@ -152,7 +159,7 @@ class SuspiciousOps:
             return
         if name in SOFTMAXES and source.dim():
             dim = _class_dim(name, source, args, kwargs)
-            mark = _Softmaxed(dim, source.shape[dim])
+            mark = _Softmaxed(dim, source.shape[dim], is_log=name == "log_softmax")
         elif name in VIEWS and source in self._softmaxed:
             mark = replace(self._softmaxed[source], viewed=True)
         elif name in SAME and source in self._softmaxed:
@@ -161,6 +168,10 @@ class SuspiciousOps:
             self._softmaxed[result] = mark
         elif result is source and name.endswith("_") and result in self._softmaxed:
             del self._softmaxed[result]  # changed in place
+
+
+def _find_base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def find_caller() -> str:

@@ -1,0 +1,109 @@
+"""Programs that look like a known error and are right: no rule says anything above an info."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steadygrad import Guard
+from steadygrad.facts import Severity
+
+
+def make_net(*sizes: int) -> nn.Sequential:
+    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def rank_pairs() -> Guard:
+    """Differences of all pairs of scores, as in RankNet."""
+    model = make_net(6, 32, 1)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+
+    def find_loss(x: Tensor) -> Tensor:
+        scores, truth = model(x), x[:, 0]
+        wins = (truth[:, None] > truth[None, :]).float()
+        return F.binary_cross_entropy_with_logits(scores - scores.squeeze(1), wins)
+
+    for _ in range(60):
+        guard.step(find_loss, torch.randn(32, 6))
+    return guard
+
+
+def classify_log_probabilities() -> Guard:
+    """A model that returns log-probabilities, and a loss that takes their logarithm again: the same numbers."""
+    model = nn.Sequential(make_net(6, 32, 4), nn.LogSoftmax(1))
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+    for _ in range(60):
+        x = torch.randn(32, 6)
+        guard.step(lambda x: F.cross_entropy(model(x), x[:, :4].argmax(1)), x)
+    return guard
+
+
+def sum_over_tokens() -> Guard:
+    """A mean loss times a number of tokens that is a power of two."""
+    model = make_net(6, 32, 4)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+    for _ in range(60):
+        x, mask = torch.randn(128, 6), torch.ones(128)
+        guard.step(F.cross_entropy(model(x), x[:, :4].argmax(1)) * mask.sum())
+    return guard
+
+
+def log_the_norm_of_a_microbatch() -> Guard:
+    """`clip_grad_norm_` with an infinite limit after the first of two microbatches."""
+    model = make_net(6, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    guard = Guard(model, optimizer)
+    for _ in range(60):
+        optimizer.zero_grad()
+        for number in range(2):
+            x = torch.randn(32, 6)
+            (model(x).squeeze(1) - x[:, 0]).square().mean().div(2).backward()
+            if number == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        guard.step()
+    return guard
+
+
+class Polyak(torch.optim.Optimizer):
+    """Finds the length of a step from the loss; its learning rate is not used."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self.loss = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        length = 0.5 * min(self.loss / (sum(float(p.grad.square().sum()) for p in parameters) + 1e-8), 0.5)
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=-length)
+
+
+def find_the_rate_itself() -> Guard:
+    """An optimizer that leaves its learning rate at 0."""
+    model = make_net(6, 32, 1)
+    optimizer = Polyak(model.parameters())
+    guard = Guard(model, optimizer)
+    for _ in range(120):
+        x = torch.randn(32, 6)
+        loss = (model(x).squeeze(1) - x[:, 0]).square().mean()
+        optimizer.loss = loss.item()
+        guard.step(loss)
+    return guard
+
+
+@pytest.mark.parametrize(
+    "program",
+    [rank_pairs, classify_log_probabilities, sum_over_tokens, log_the_norm_of_a_microbatch, find_the_rate_itself],
+)
+def test_a_program_that_is_right_is_not_warned_of(program: Callable[[], Guard]) -> None:
+    torch.manual_seed(0)
+    findings = program().findings
+    assert [f.message for f in findings if f.severity is not Severity.INFO] == []
