@@ -1,4 +1,4 @@
-"""Optimizers that search a loss scale themselves: an overflowed step is theirs to leave out."""
+"""Optimizers that search a loss scale themselves, or clean their gradients: a bad step is theirs to deal with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from launching import run_guarded, run_plainly
-from scripts.own_scale import Halving, train
+from scripts.own_scale import Halving, train, train_cleaned
 from torch import nn
 
 from steadygrad import Guard
@@ -28,6 +28,19 @@ def test_the_search_for_its_scale_is_left_to_the_optimizer(kind: str) -> None:
     assert 1 < optimizer.scale == plain.scale < 2**40
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters()))
     assert all(finding.severity is Severity.INFO for finding in guards[0].findings)
+
+
+@pytest.mark.parametrize("kind", ["inside", "hook"])
+def test_an_optimizer_that_cleans_its_gradients_takes_the_step(kind: str) -> None:
+    guards: list[Guard] = []
+
+    def open_guard(model: nn.Module, optimizer: Any) -> Guard:
+        guards.append(Guard(model, optimizer))
+        return guards[0]
+
+    expected, model = train_cleaned(kind), train_cleaned(kind, open_guard)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters()))
+    assert guards[0].stats()["num_skipped"] == 0
 
 
 def test_a_script_with_such_optimizers_ends_with_identical_bits(tmp_path: Path) -> None:

@@ -127,3 +127,13 @@ def test_a_lower_rate_must_beat_a_run_that_learns_nothing(
     now: list[float], lower: list[float], first: float, answer: bool
 ) -> None:
     assert is_rate_too_high(now, lower, first, config=CONFIG) is answer
+
+
+def test_wrecked_weights_may_be_right_about_a_quarter_of_small_batches() -> None:
+    """A network that has collapsed to one class: no loss where a batch holds no other, ten times a guess elsewhere."""
+    now, then = [19.2, 24.4, 0.0, 8.0, 0.07, 26.4, 6.6, 16.1], [0.24, 0.14, 0.08, 0.28, 0.05, 0.25, 0.15, 0.19]
+    guess = [1.39] * 8
+    assert is_damaged(now, then, guess, config=CONFIG)
+    assert not is_damaged([0.1, *now[1:]], then, guess, config=CONFIG)  # three dissent
+    assert not is_damaged([0.1 * loss for loss in now], then, guess, config=CONFIG)  # no worse than untrained
+    assert not is_damaged(now, [8 * loss for loss in then], guess, config=CONFIG)  # the earlier ones know no better

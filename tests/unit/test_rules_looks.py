@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from rule_traces import findings_of, reading, rule_named
+from rule_traces import findings_of, poisoned, reading, rule_named
 
 from steadygrad.facts import (
     ActivationScan,
@@ -16,6 +16,7 @@ from steadygrad.facts import (
     GraphScan,
     InputScan,
     InputStats,
+    MaskChange,
     ParameterScan,
     Severity,
 )
@@ -142,7 +143,27 @@ def test_a_buffer_that_starts_at_infinity_is_healthy_until_it_becomes_finite() -
     rule = rule_named("nonfinite_buffer")
 
     assert findings_of(rule, facts) == []
-    assert [f.step for f in findings_of(rule, [ParameterScan(step=7, nonfinite_buffers={"low": 1})])] == [7]
+    assert findings_of(rule, [ParameterScan(step=7, nonfinite_buffers={"low": 1})]) == []
+    assert [f.severity for f in findings_of(rule, [poisoned(8, math.nan)])] == [Severity.ERROR]
+
+
+def test_a_bad_buffer_is_an_error_if_it_belongs_to_a_norm_or_the_next_step_is_bad() -> None:
+    for name, following, expected in (
+        ("norm.running_var", reading(1), Severity.ERROR),
+        ("state", poisoned(1, math.nan), Severity.ERROR),
+        ("state", reading(1), Severity.INFO),
+    ):
+        facts: list[Fact] = [ParameterScan(step=-1), ParameterScan(step=0, nonfinite_buffers={name: 1}), following]
+        assert [f.severity for f in findings_of(rule_named("nonfinite_buffer"), facts)] == [expected]
+
+
+def test_a_weight_that_the_program_made_infinite_is_excused_if_the_next_step_is_finite() -> None:
+    bad = {"choice": 1}
+    for edited, following, num in ((True, reading(4), 0), (True, poisoned(4, math.nan), 1), (False, reading(4), 1)):
+        facts: list[Fact] = [ParameterScan(step=1), *([MaskChange(step=2)] if edited else [])]
+        facts += [ParameterScan(step=3, nonfinite_parameters=bad), following]
+        facts += [ParameterScan(step=5, nonfinite_parameters=bad)]
+        assert len(findings_of(rule_named("nonfinite_parameter"), facts)) == num
 
 
 def test_a_nonfinite_parameter_is_reported_once_and_again_after_recovery() -> None:

@@ -16,6 +16,7 @@ class EngineScale:
     """The engine's loss scale, as a Guard asks for a GradScaler's. The engine itself scales, and updates the scale."""
 
     unscales = False  # the engine divides its gradients by the scale itself
+    has_taken = False
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

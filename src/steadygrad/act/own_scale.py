@@ -1,9 +1,10 @@
-"""OwnScale: the loss scale that an optimizer keeps itself: its `step()` leaves overflowed steps out and lowers it.
+"""OwnScale: an optimizer that deals with non-finite gradients itself: it lowers its scale, or cleans them.
 
-A guard that skips such a step would keep the scale where it is, and every later step would overflow like the first. So
-an optimizer whose code asks whether numbers are finite is asked to leave the step out itself, under a copy: if it
-changes a weight or its state, or lowers no number of its own, everything is put back. Costs nothing while steps are
-good, and a copy of weights, gradients and state at a bad one.
+A guard that skips the steps of the first kind would keep the scale where it is, and every later step would overflow
+like the first. One of the second kind has the program's word that such steps are to be taken. So an optimizer whose
+code, or whose hooks, look for such numbers is given the step under a copy. If it changes nothing and lowers a number
+that it keeps, it has left the step out; if gradients, weights and state are finite afterwards, it has taken it; else
+everything is put back. Costs nothing while steps are good, and a copy of weights, gradients and state at a bad one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from steadygrad.state.code_names import list_names
 from steadygrad.state.tree import find_tensors
 
-ASKS = ("finite", "isnan", "isinf", "overflow", "found_inf")
-"""Parts of the names in code that asks whether numbers are finite."""
+ASKS = ("finite", "isnan", "isinf", "overflow", "found_inf", "nan_to_num")
+"""Parts of the names in code that looks for numbers that are not finite."""
 DEPTH = 3
 """Calls from `step()` within which it asks."""
 LOWERED = 0.75
@@ -33,8 +34,10 @@ class OwnScale:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.may_be_there = _asks_for_finite(type(optimizer))
-        """Whether the optimizer may have one: its code asks for numbers that are not finite."""
+        self.may_be_there = True
+        """Whether the optimizer may deal with such gradients: its code looks for them, or hooks run before it."""
+        self.has_taken = False
+        """Whether the last call of `leave_out` was a step with clean gradients instead."""
         self._owner: Any = None
         self._name = ""
 
@@ -62,7 +65,8 @@ class OwnScale:
     @torch.no_grad()
     def leave_out(self, step: Callable[[], Any]) -> float | None:
         """Have the optimizer leave out an overflowed step by `step`; return the step's scale, None if it did not."""
-        if not self.may_be_there:
+        self.has_taken = False
+        if not self.may_be_there or not (self._optimizer._optimizer_step_pre_hooks or _looks(type(self._optimizer))):
             return None
         before = _list_numbers(self._optimizer)
         try:
@@ -75,6 +79,9 @@ class OwnScale:
             if lowered and kept.is_unchanged():
                 self._owner, self._name = at = max(lowered, key=lambda one: lowered[one])
                 return before[at]
+            self.has_taken = kept.has_finite_step()
+            if self.has_taken:
+                return None
         except BaseException:  # a scale that got too low, for example
             if not kept.is_unchanged():
                 kept.put_back()
@@ -104,6 +111,12 @@ class _Kept:
         """Return whether weights and state are as they were, bit for bit."""
         num_states = sum(len(o.state) for o in self._optimizers)
         return num_states == len(self._states) and all(_are_same(tensor, copy) for tensor, copy in self._tensors)
+
+    def has_finite_step(self) -> bool:
+        """Return whether gradients, weights and state are finite after the step: those gradients were cleaned."""
+        gradients = [p.grad for p, _, _ in self._gradients if p.grad is not None]
+        states = [t for o in self._optimizers for _, t in find_tensors(([*o.state.values()],), {})]
+        return all(bool(t.isfinite().all()) for t in (*gradients, *states, *(p for p, _, _ in self._gradients)))
 
     def put_back(self) -> None:
         """Undo the step."""
@@ -153,8 +166,8 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _asks_for_finite(kind: type) -> bool:
-    """Return whether the code of `step()`, or what it calls, asks whether numbers are finite; torch's own does not."""
+def _looks(kind: type) -> bool:
+    """Return whether the code of `step()`, or what it calls, looks for such numbers; torch's does not."""
     if kind.step.__module__.startswith("torch."):  # type: ignore[attr-defined]
         return False
     waiting, seen = [_unwrap(kind.step)], set()  # type: ignore[attr-defined]

@@ -25,6 +25,8 @@ class LossScale(Protocol):
 
     unscales: bool
     """Whether the guard divides the gradients by the scale."""
+    has_taken: bool
+    """Whether `leave_out` was a step instead: the optimizer has cleaned its gradients, and everything is finite."""
 
     @property
     def now(self) -> Tensor | None: ...
@@ -40,6 +42,7 @@ class ScalerDriver:
     """What Guard needs from a GradScaler that may be None or disabled."""
 
     unscales = True  # the step divides the gradients by the scale
+    has_taken = False
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None

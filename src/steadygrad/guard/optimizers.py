@@ -55,9 +55,7 @@ def _find_scale(training: Training) -> LossScale:
     if isinstance(training.scaler, EngineScale):
         return training.scaler
     if training.scaler is None and len(training.optimizers) == 1:
-        own = OwnScale(training.optimizers[0])
-        if own.may_be_there:
-            return own
+        return OwnScale(training.optimizers[0])
     return ScalerDriver(training.scaler, training.optimizers)
 
 

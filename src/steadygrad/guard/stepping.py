@@ -147,16 +147,18 @@ class Stepper:
         measure_updates = not bad and self._updates_are_due(reading.step)
         if measure_updates:
             watched.updates.before()
+        has_taken = False
         if bad and not watched.has_many_ranks and _may_be_overflow(reading):
-            scale_left = optimizers.scaler.leave_out(lambda: watched.reflex.step_on_host(used, 1.0))
-            reading = reading if scale_left is None else dataclasses.replace(reading, loss_scale=scale_left)
+            reading, has_taken = self._ask_optimizer(used, reading, scale, context)
+            bad = not has_taken
         if bad:
             watched.reflex.skip_on_host()
             self._buffers.restore()
         else:
-            with optimizers.rates.held():
-                divisor = 1.0 if carried is None or not optimizers.scaler.unscales else float(carried)
-                watched.reflex.step_on_host(used, numbers[COEFFICIENT] / divisor)
+            if not has_taken:
+                with optimizers.rates.held():
+                    divisor = 1.0 if carried is None or not optimizers.scaler.unscales else float(carried)
+                    watched.reflex.step_on_host(used, numbers[COEFFICIENT] / divisor)
             watched.edits.after_optimizer(context.step)
             if repaired is None:
                 self._buffers.accept()
@@ -171,6 +173,21 @@ class Stepper:
         if measure_updates:
             reading = self._judging.add_updates(reading, watched.transfer.send(watched.updates.after()))
         self._judging.judge(reading, looks, from_ranks)
+
+    def _ask_optimizer(
+        self, m: Measurement, reading: Reading, scale: Tensor | None, context: StepContext
+    ) -> tuple[Reading, bool]:
+        """Have the optimizer deal with bad gradients, if it does; return the reading, and whether it took the step."""
+        watched, scaler = self._watched, self._optimizers.scaler
+        left = scaler.leave_out(lambda: watched.reflex.step_on_host(m, 1.0))
+        if left is not None:
+            return dataclasses.replace(reading, loss_scale=left), False
+        if not scaler.has_taken:
+            return reading, False
+        # It has cleaned its gradients: those are what counts.
+        cleaned = watched.measure(self._moment.batches.loss, step=reading.step, scale=scale)
+        assert cleaned is not None
+        return cleaned.read(cleaned.take_to_host(watched.transfer), context, skipped=False), True
 
     def let_go(self, *, owns_backward: bool) -> None:
         """Clear the gradients of the finished step, unless that is left to the caller."""

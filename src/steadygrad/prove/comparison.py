@@ -20,6 +20,7 @@ from steadygrad.facts import Answer, Proof
 from steadygrad.prove.held import HeldStep
 from steadygrad.prove.paired import CannotTestError, PairedTest
 from steadygrad.prove.rule import (
+    MOST_DISSENT,
     find_excess,
     is_damaged,
     is_held_back,
@@ -205,7 +206,7 @@ class Comparison:
             raise CannotTestError("the step gives a different loss each time it is run with the same random numbers")
         if is_start:
             return now, then, None, is_worse_than_start(now, then, config=config)
-        if not is_worse(now, then, ratio=ratio):
+        if not is_worse(now, then, ratio=ratio, dissent=MOST_DISSENT):
             return now, then, None, False
         first = [began_at]
         if initial is not None:

@@ -14,8 +14,10 @@ from steadygrad.config import ProveConfig
 
 AHEAD = 0.8
 """Share of batches on which a second try must be ahead: 13 of 16 happen by chance once in a hundred times."""
-DISSENT = 8
-"""One batch in this many need not be worse."""
+DISSENT, MOST_DISSENT = 8, 4
+"""One batch in this many need not be worse; where weights may be wrecked, one in the latter."""
+WRECKED = 4.0
+"""Multiple of the untrained weights' loss that only wrecked weights have."""
 LEARNT = 0.3
 """A run has learned something once its loss is below this share of the first, however its first steps went."""
 NOTABLE = 0.01
@@ -25,10 +27,10 @@ CURVATURE = 0.25
 """Share by which the slope of a loss may differ between its gradient and two of its values near by."""
 
 
-def is_worse(now: Sequence[float], then: Sequence[float], *, ratio: float) -> bool:
+def is_worse(now: Sequence[float], then: Sequence[float], *, ratio: float, dissent: int = DISSENT) -> bool:
     """Return whether the present weights are `ratio` times as bad; for losses that may be negative, just worse.
 
-    This must hold on every batch, but one in eight may dissent: wrecked weights are sometimes right about a small
+    This must hold on every batch, but one in `dissent` may dissent: wrecked weights are sometimes right about a small
     batch. A non-finite present loss counts as infinitely bad; a non-finite earlier one proves nothing.
     """
     if not now or not all(map(math.isfinite, then)):
@@ -36,20 +38,32 @@ def is_worse(now: Sequence[float], then: Sequence[float], *, ratio: float) -> bo
     pairs = [(a if math.isfinite(a) else math.inf, b) for a, b in zip(now, then)]
     positive = all(b > 0 for _, b in pairs)
     num_worse = sum(a > b and (not positive or a >= ratio * b) for a, b in pairs)
-    return num_worse >= len(now) - len(now) // DISSENT and _mean(now) > _mean(then)
+    return num_worse >= len(now) - len(now) // dissent and _mean(now) > _mean(then)
 
 
 def is_damaged(now: Sequence[float], then: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
     """Return whether the present weights were harmed; `first`: losses of the initial weights on the same batches, NaN
     if unknown."""
     if not is_worse(now, then, ratio=config.ratio):
-        return False
+        return _is_wrecked(now, then, first, config=config)
     if any(map(math.isnan, first)):
         return True
     learnt = _mean(first) - _mean(then)
     if learnt <= 0:  # new data, unknown to the earlier weights: compare with having learned nothing
         return is_worse(now, first, ratio=config.ratio)
     return _mean(now) - _mean(then) >= config.share * learnt
+
+
+def _is_wrecked(now: Sequence[float], then: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
+    """Return whether the present weights are several times worse than untrained ones, where the earlier ones are good.
+
+    A network that has collapsed to one class is right about a small batch that holds no other: one in four may dissent.
+    """
+    if not all(v > 0 and math.isfinite(v) for v in (*then, *first)):
+        return False
+    is_learnt = bool(then) and _mean(then) <= LEARNT * _mean(first)
+    is_wrecked = is_learnt and _mean(now) >= WRECKED * _mean(first)
+    return is_wrecked and is_worse(now, then, ratio=config.ratio, dissent=MOST_DISSENT)
 
 
 def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:

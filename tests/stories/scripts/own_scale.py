@@ -73,6 +73,43 @@ class Masters(torch.optim.Optimizer):
             p.copy_(part.view(p.shape))
 
 
+class Cleaning(torch.optim.SGD):
+    """Sets what is not finite in the gradients to 0, and steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                torch.nan_to_num_(p.grad, 0.0, 0.0, 0.0)
+        super().step(closure)
+
+
+def clean(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Do the same before a step of another optimizer."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def train_cleaned(kind: str, guard: Any = None) -> nn.Module:
+    """Train a distance, whose gradient is NaN where it is 0: once in ten steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
+    optimizer = Cleaning(model.parameters(), 0.05) if kind == "inside" else torch.optim.Adam(model.parameters(), 3e-3)
+    if kind == "hook":
+        optimizer.register_step_pre_hook(clean)
+    take = optimizer.step if guard is None else guard(model, optimizer).step
+    for number in range(150):
+        x = torch.randn(32, 4)
+        if number % 10 == 3:
+            x[0, 0] = 0.0
+        miss = model(x) - x[:, :2].tanh()
+        distances = torch.where(x[:, 0] == 0, torch.zeros(()), (miss * x[:, :1]).square().sum(1).sqrt())
+        optimizer.zero_grad()
+        (distances.mean() + miss.square().mean()).backward()
+        take()
+    return model
+
+
 def train(kind: str, num_steps: int = 250, guard: Any = None) -> tuple[nn.Module, Any]:
     """Train in fp16; `guard` makes a guard from model and optimizer."""
     torch.manual_seed(0)
@@ -94,3 +131,5 @@ if __name__ == "__main__":
     for kind in ("halving", "masters"):
         model, optimizer = train(kind)
         print(kind, optimizer.scale, [p.double().sum().item() for p in model.parameters()])
+    for kind in ("inside", "hook"):
+        print(kind, [p.double().sum().item() for p in train_cleaned(kind).parameters()])

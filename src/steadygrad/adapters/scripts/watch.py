@@ -103,7 +103,7 @@ class Watch:
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
         self.owner = find_owner(list_parameters(optimizer))
-        self._own_scale = OwnScale(optimizer)
+        self._own_scale, self._is_made = OwnScale(optimizer), False
         self._program = ProgramWatch(
             list_trained_parameters(self.owner, optimizer), every=options.config.measure.scan_every
         )
@@ -234,6 +234,11 @@ class Watch:
             self.voice.say_few("skipped for another rank", f"step {self._step}: {OTHER_RANK}")
         if leave_out and make is not None and around.loss_scale is None and not around.has_many_ranks:
             reading = self._reading = self._leave_out(reading, make)
+            if self._own_scale.has_taken:
+                cleaned = self._meter.measure(loss)
+                assert cleaned is not None
+                self._reading, self._is_made = self._read(cleaned, len(around.losses)), True
+                return False
         # Before the diagnosis: the replay must start from the buffers that the step started from.
         if leave_out and not _is_search(reading):
             self._buffers.restore()
@@ -249,6 +254,7 @@ class Watch:
 
     def _leave_out(self, reading: Reading, make: Callable[[], Any]) -> Reading:
         """Have an optimizer with its own loss scale leave the step out; return the reading with that scale, if so."""
+        self._own_scale.has_taken = False
         if not reading.num_nonfinite or reading.loss_is_nonfinite or reading.bad_rates:
             return reading
         scale = self._own_scale.leave_out(make)
@@ -262,7 +268,10 @@ class Watch:
         self._judgement.note(describe_unreached(self.owner, self.optimizer, beside=self._list_optimizers()))
 
     def make_step(self, make: functools.partial[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Make a good step by `make`, or the same step quicker."""
+        """Make a good step by `make`, or the same step quicker, unless the optimizer has made it already."""
+        if self._is_made:
+            self._is_made = False
+            return None
         if self._observe or args or kwargs or not can_step_on_host(self.optimizer):
             return make(*args, **kwargs)
         if self._host_adam is None:
