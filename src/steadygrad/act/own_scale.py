@@ -62,11 +62,15 @@ class OwnScale:
     def update(self, *, bad_gradient: Tensor, bad_loss: Tensor | None) -> None:
         """Leave that to the optimizer."""
 
+    def _may_ask(self) -> bool:
+        # A wrapper of an optimizer may be one without having been initialised as one.
+        return bool(getattr(self._optimizer, "_optimizer_step_pre_hooks", None)) or _looks(type(self._optimizer))
+
     @torch.no_grad()
     def leave_out(self, step: Callable[[], Any]) -> float | None:
         """Have the optimizer leave out an overflowed step by `step`; return the step's scale, None if it did not."""
         self.has_taken = False
-        if not self.may_be_there or not (self._optimizer._optimizer_step_pre_hooks or _looks(type(self._optimizer))):
+        if not self.may_be_there or not self._may_ask():
             return None
         before = _list_numbers(self._optimizer)
         try:
