@@ -99,10 +99,23 @@ def find_the_rate_itself() -> Guard:
     return guard
 
 
-@pytest.mark.parametrize(
-    "program",
-    [rank_pairs, classify_log_probabilities, sum_over_tokens, log_the_norm_of_a_microbatch, find_the_rate_itself],
-)
+def judge_real_and_fake_in_turn() -> Guard:
+    """A discriminator with two logits, which sees real samples in one step and others in the next."""
+    model = make_net(2, 32, 2)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 1e-3))
+    for number in range(120):
+        x = torch.randn(64, 2) + (2.0 if number % 2 else -2.0)
+        guard.step(lambda x, y: F.cross_entropy(model(x), y), x, torch.full((64,), number % 2))
+    return guard
+
+
+PROGRAMS = [
+    rank_pairs, classify_log_probabilities, sum_over_tokens, log_the_norm_of_a_microbatch, find_the_rate_itself,
+    judge_real_and_fake_in_turn,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_that_is_right_is_not_warned_of(program: Callable[[], Guard]) -> None:
     torch.manual_seed(0)
     findings = program().findings

@@ -123,16 +123,18 @@ class FixedSeed(OnceRule[RepeatedSeed]):
 class SortedLabels(OnceRule[LabelScan]):
     """Nearly every batch has labels of a single class, first of one, then of another: the data is sorted by class.
 
-    Batches of one class alone are normal where a class is rare, so at least two classes must have several of them.
+    Batches of one class alone are normal where a class is rare, so at least two classes must have several of them. So
+    are those of a discriminator, which gets one class and the other in turn: in sorted data none comes back so soon.
     """
 
     name = "sorted_labels"
     hears = (LabelScan,)
-    memory = ("_pure", "_num_scans", "_told")
+    memory = ("_pure", "_num_scans", "_told", "_last", "_num_returns")
 
     def __init__(self) -> None:
         self._pure: dict[str, int] = {}
-        self._num_scans = 0
+        self._num_scans = self._num_returns = 0
+        self._last = ""  # label of the last batch of one class
 
     def judge(self, fact: LabelScan) -> Finding | None:
         """Return the finding if this scan shows it."""
@@ -142,10 +144,12 @@ class SortedLabels(OnceRule[LabelScan]):
             return None
         self._num_scans += 1
         if fact.lowest == fact.highest:
-            self._pure[str(fact.lowest)] = self._pure.get(str(fact.lowest), 0) + 1
+            label = str(fact.lowest)
+            self._num_returns += label in self._pure and label != self._last
+            self._pure[label], self._last = self._pure.get(label, 0) + 1, label
         often = [label for label, number in self._pure.items() if number >= NUM_PURE]
         num_pure = sum(self._pure.values())
-        if len(often) < 2 or num_pure < PURE_SHARE * self._num_scans:
+        if len(often) < 2 or num_pure < PURE_SHARE * self._num_scans or 3 * self._num_returns > num_pure:
             return None
         return self.report(
             step=fact.step,
