@@ -170,7 +170,7 @@ def test_a_softmax_before_cross_entropy_is_reported_with_its_line() -> None:
 DOUBLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "CrossEntropyLoss": lambda z, y: nn.CrossEntropyLoss()(z.softmax(-1), y),
     "log_softmax": lambda z, y: F.nll_loss(F.log_softmax(F.softmax(z, dim=1), dim=1), y),
-    "log_softmax before": lambda z, y: F.cross_entropy(F.log_softmax(z, dim=-1), y),
+    "a softmax's logarithm": lambda z, y: F.cross_entropy(F.log_softmax(F.softmax(z, dim=-1), dim=-1), y),
     "view between": lambda z, y: F.cross_entropy(z.view(2, -1, 4).softmax(-1).reshape(-1, 4), y),
     "permuted": lambda z, y: F.cross_entropy(z.view(2, -1, 4).softmax(-1).permute(0, 2, 1), y.view(2, -1)),
     "dropout between": lambda z, y: F.cross_entropy(F.dropout(z.softmax(-1), 0.1), y),

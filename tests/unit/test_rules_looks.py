@@ -16,7 +16,6 @@ from steadygrad.facts import (
     GraphScan,
     InputScan,
     InputStats,
-    MaskChange,
     ParameterScan,
     Severity,
 )
@@ -160,8 +159,8 @@ def test_a_bad_buffer_is_an_error_if_it_belongs_to_a_norm_or_the_next_step_is_ba
 def test_a_weight_that_the_program_made_infinite_is_excused_if_the_next_step_is_finite() -> None:
     bad = {"choice": 1}
     for edited, following, num in ((True, reading(4), 0), (True, poisoned(4, math.nan), 1), (False, reading(4), 1)):
-        facts: list[Fact] = [ParameterScan(step=1), *([MaskChange(step=2)] if edited else [])]
-        facts += [ParameterScan(step=3, nonfinite_parameters=bad), following]
+        facts: list[Fact] = [ParameterScan(step=1)]
+        facts += [ParameterScan(step=3, nonfinite_parameters=bad, is_edited=edited), following]
         facts += [ParameterScan(step=5, nonfinite_parameters=bad)]
         assert len(findings_of(rule_named("nonfinite_parameter"), facts)) == num
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from steadygrad.detect.memory import Remembering
-from steadygrad.facts import Fact, Finding, MaskChange, ParameterScan, Reading, Severity
+from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
 from steadygrad.words import spell_count
 
 SHOWN = 5
@@ -105,8 +105,8 @@ class NonfiniteParameter(Remembering):
     """
 
     name = "nonfinite_parameter"
-    hears = (ParameterScan, Reading, MaskChange)
-    memory = ("_known", "_given", "_is_tried", "_is_edited")
+    hears = (ParameterScan, Reading)
+    memory = ("_known", "_given", "_is_tried")
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -114,8 +114,6 @@ class NonfiniteParameter(Remembering):
         """Parameters that the program gave as bad, and how many of their elements."""
         self._is_tried = True
         """Whether a step has shown that those do no harm."""
-        self._is_edited = False
-        """Whether the program has written to weights since the last scan."""
 
     def passes(self, _reading: Reading) -> bool:
         """A plain Reading is that of a finite step."""
@@ -127,7 +125,6 @@ class NonfiniteParameter(Remembering):
         if isinstance(fact, Reading):
             yield from self._try(fact)
             return
-        self._is_edited |= isinstance(fact, MaskChange)
         if not isinstance(fact, ParameterScan):
             return
         bad = fact.nonfinite_parameters
@@ -136,11 +133,10 @@ class NonfiniteParameter(Remembering):
         # One that recovered, or partly did, has no more excuse than that.
         self._given = {name: min(num, bad[name]) for name, num in self._given.items() if name in bad}
         new = [name for name, num in bad.items() if name not in self._known and num > self._given.get(name, 0)]
-        if self._is_edited and new:
+        if fact.is_edited and new:
             self._given |= {name: bad[name] for name in new}
-            self._is_edited = self._is_tried = False
+            self._is_tried = False
             return
-        self._is_edited = False
         # Healed ones are forgotten, so that they are reported again.
         self._known = {name for name in bad if name in self._known or name in new}
         if new:

@@ -68,6 +68,8 @@ class ParameterScan:
     """L2 norms of the trained parameters that have two dimensions or more; empty when they were not measured."""
     checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
     """32 bits that depend on every bit of a trained parameter, as this rank alone holds it."""
+    is_edited: bool = False
+    """Whether the program has written to weights since the scan before, and the step was finite; not on many ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,6 +110,7 @@ class PeriodicScans:
         self._num_masks = masks.count_masks()
         self._edits = edits
         self._edited: int | None = None
+        self._is_edited = False  # since the last scan of the weights
         self._has_begun = False
         self.num_since = 0
         """Number of optimizer steps since the weights were initialised or replaced."""
@@ -265,6 +266,7 @@ class PeriodicScans:
         if edited is not None and edited <= step and edited != self._edited:
             self._edited = edited
             facts.append(MaskChange(step=step))
+            self._is_edited = True
         if looks.graph is not None:
             facts.append(looks.graph)
         if self._graph_scan is not None:
@@ -278,7 +280,10 @@ class PeriodicScans:
         if looks.activations is not None:
             facts.append(looks.activations.read(step))
         if looks.weights is not None:
-            facts.append(looks.weights.read(step))
+            # One rank's program may have written what another's has not, and all must come to the same verdict.
+            is_edited = self._is_edited and not self._is_ranked and not reading.is_nonfinite
+            facts.append(dataclasses.replace(looks.weights.read(step), is_edited=is_edited))
+            self._is_edited = False
         elif reading.is_nonfinite:
             # A collective with several ranks: their Readings are equal, so all of them scan.
             facts.append(self._weights.scan(step))
