@@ -95,6 +95,7 @@ class BufferKeeper:
     def forget(self) -> None:
         """Forget what happened to the buffers before: another state was loaded."""
         self.has_begun = self._may_have_begun = False
+        self._doubtful = {}
         self._copy()
 
     def _copy(self) -> None:

@@ -72,17 +72,16 @@ class OwnScale:
         self.has_taken = False
         if not self.may_be_there or not self._may_ask():
             return None
-        before = _list_numbers(self._optimizer)
         try:
-            kept = _Kept(self._optimizer)
+            before, kept = _list_numbers(self._optimizer), _Kept(self._optimizer)
         except Exception:  # no memory for a copy, or parameters that cannot be copied
             return None
         try:
             step()
-            lowered = {at: old for at, old in before.items() if _is_lower(_read(vars(at[0]).get(at[1])), old)}
+            lowered = [one for one in before if _is_lower(_read(vars(one[0]).get(one[1])), one[2])]
             if lowered and kept.is_unchanged():
-                self._owner, self._name = at = max(lowered, key=lambda one: lowered[one])
-                return before[at]
+                self._owner, self._name, scale = max(lowered, key=lambda one: one[2])
+                return scale
             self.has_taken = kept.has_finite_step()
             if self.has_taken:
                 return None
@@ -150,10 +149,10 @@ def _list_owners(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
             yield value
 
 
-def _list_numbers(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, str], float]:
-    """Return the numbers that the optimizer and the objects in it hold: (owner, name) -> value."""
-    found = {(owner, name): _read(value) for owner in _list_owners(optimizer) for name, value in vars(owner).items()}
-    return {at: number for at, number in found.items() if number is not None}
+def _list_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, float]]:
+    """Return the numbers that the optimizer and the objects in it hold: owner, name, value."""
+    found = [(owner, name, _read(value)) for owner in _list_owners(optimizer) for name, value in vars(owner).items()]
+    return [(owner, name, number) for owner, name, number in found if number is not None]
 
 
 def _read(value: Any) -> float | None:

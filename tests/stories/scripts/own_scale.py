@@ -29,7 +29,9 @@ class Halving(torch.optim.Optimizer):
 
 
 class LossScaler:
-    """Backs off at once, and grows after many good steps."""
+    """Backs off at once, and grows after many good steps. Compared by value, so it has no hash, as a dataclass."""
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.value, self.num_good = 2.0**40, 0
