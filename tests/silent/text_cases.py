@@ -31,7 +31,7 @@ class Text(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _train(loss: Callable[[Tensor], Tensor], num: int = 5) -> Train:
+def _train(loss: Callable[[Tensor], Tensor], num: int = 12) -> Train:
     def train(guard: Any) -> None:
         for tokens in sequences(num):
             guard.step(loss, tokens)
@@ -77,7 +77,7 @@ def mask_of_the_past(bug: bool) -> Built:
     model = Text(lambda h: _attend(h, _later(h.shape[1]).T if bug else _later(h.shape[1])))
 
     def train(guard: Any) -> None:
-        for t in sequences(5):
+        for t in sequences(12):
             guard.step(F.cross_entropy(model(t)[:, :-1].flatten(0, 1), t[:, 1:].flatten()))  # a loss, not a function
 
     return model, adam(model), train

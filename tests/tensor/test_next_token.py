@@ -35,7 +35,7 @@ def train(*, guarded: bool) -> tuple[nn.Module, float]:
     def compute_loss(tokens: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
 
-    for _ in range(5):
+    for _ in range(next_token.LATER + 3):
         tokens = torch.randint(16, (8, 12))
         if guard is not None:
             guard.step(compute_loss, tokens)
@@ -88,6 +88,6 @@ def test_rows_that_see_each_other_are_no_leak(longer: int, *, is_causal: bool) -
         return F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), labels)
 
     with Guard(model, torch.optim.SGD(model.parameters(), 0.1), config=GuardConfig(clip=None)) as guard:
-        for _ in range(5):
+        for _ in range(next_token.LATER + 3):
             guard.step(compute_loss, torch.randint(16, (4, 12)))
     assert any(finding.kind == "visible_labels" for finding in guard.findings) is not is_causal

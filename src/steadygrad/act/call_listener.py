@@ -58,7 +58,9 @@ class CallListener:
             return
         owner = self._owner()
         if owner is not None:
-            self._function(owner, model, *more)
+            # Function modes of the program, and of our own looks, are not to see this.
+            with torch._C.DisableTorchFunction():
+                self._function(owner, model, *more)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (logging.getLogger("steadygrad").debug, "%.0s" * self._num_arguments)

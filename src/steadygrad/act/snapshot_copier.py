@@ -54,7 +54,8 @@ class Copier:
 
     @torch.no_grad()
     def compile(self, device: torch.device) -> None:
-        """Load the kernels of a snapshot now, so that no step waits for them."""
+        """Load the kernels of a snapshot and open its stream now, so that no step waits for them."""
+        self._find_stream(device)
         sample = torch.zeros(16, device=device)
         torch.stack(torch._foreach_norm([sample, sample], math.inf)).double()
         if triton_is_usable():

@@ -23,6 +23,7 @@ from steadygrad.facts import Finding
 from steadygrad.guard.moment import Moment
 from steadygrad.guard.rollback import Rollback
 from steadygrad.guard.watched import Watched
+from steadygrad.state.modules import walk_once
 
 
 class ForwardPass:
@@ -131,8 +132,11 @@ class ForwardPass:
         """Record the state that a step starts from, before the first of its forwards that the guard sees."""
         # The state before training. Every later snapshot is taken after a step that was judged healthy.
         if self._moment.next_step == 0:
-            self._rollback.take_snapshot_if_due(0)
-        self._watched.periodic_scans.begin()
+            with walk_once():
+                self._rollback.take_snapshot_if_due(0)
+                self._watched.periodic_scans.begin()
+        else:
+            self._watched.periodic_scans.begin()
 
 
 def open_autocast(config: GuardConfig, watched: Watched) -> contextlib.AbstractContextManager[Any]:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from steadygrad.facts.program import CutGraph
 from steadygrad.measure.graph_leaves import find_leaves, list_leaves
 from steadygrad.measure.loss_graph import walk
+from steadygrad.measure.marks import Marks
 from steadygrad.measure.partial_saves import is_drawn
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.suspicious_ops import find_caller
@@ -50,7 +50,7 @@ class CutWatch:
     """Sees each call after it is made; `report` compares with the graph of the loss."""
 
     def __init__(self) -> None:
-        self._marks: Any = WeakTensorKeyDictionary()  # tensor -> the cut that it comes from
+        self._marks = Marks()  # tensor -> the cut that it comes from
         self._uses: list[tuple[_Cut, Any]] = []  # and nodes that have such a tensor as an input
         self._num_cuts = 0
 
@@ -86,7 +86,7 @@ class CutWatch:
     def report(self, step: int, loss: Tensor, named: Mapping[int, str]) -> CutGraph | None:
         """Return the first cut that keeps trained parameters from the loss; `named`: their ids and names."""
         uses, self._uses = [(cut, node) for cut, node in self._uses if not cut.is_meant], []
-        self._marks = WeakTensorKeyDictionary()
+        self._marks = Marks()
         if not uses:
             return None
         nodes, reached = set(walk(loss.grad_fn)), {id(leaf) for leaf in find_leaves(loss)}

@@ -26,7 +26,7 @@ from steadygrad.measure.graph_leaves import find_leaves
 from steadygrad.measure.loss_targets import LossTarget
 from steadygrad.measure.mixed_axes import ReshapeWatch
 from steadygrad.measure.suspicious_ops import SuspiciousOps
-from steadygrad.state.modules import list_modules
+from steadygrad.state.modules import list_buffers, list_modules, list_parameters
 from steadygrad.state.trained_parameters import TrainedParameters
 
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -69,7 +69,7 @@ class GraphWatch:
     def __enter__(self) -> Self:
         try:
             if self._mode is None and may_enter(self._trained.model):
-                buffers = {id(b) for b in self._trained.model.buffers()}
+                buffers = {id(b) for _, b in list_buffers(self._trained.model)}
                 self.reshapes.constants = buffers
                 self._mode = CallWatch(SuspiciousOps(constants=buffers), self.reshapes, self.cuts)
         except Exception:
@@ -129,10 +129,13 @@ class CallWatch(TorchFunctionMode):
         if torch.is_grad_enabled():  # results without a graph are marked all the same
             self._try(self.suspicious_ops.before, func, args, kwargs)
         result = call_in_place(func, args, kwargs)
-        self._try(self.suspicious_ops.after, func, args, kwargs, result)
-        self._try(self.reshapes.after, func, args, result)
-        self._try(self.cuts.after, func, args, kwargs, result)
+        self._try(self._see, func, args, kwargs, result)
         return result
+
+    def _see(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.suspicious_ops.after(func, args, kwargs, result)
+        self.reshapes.after(func, args, result)
+        self.cuts.after(func, args, kwargs, result)
 
     def _try(self, look: Callable[..., None], *call: Any) -> None:
         try:
@@ -156,7 +159,7 @@ def may_enter(model: nn.Module) -> bool:
 
 def _find_hidden(trained: TrainedParameters, loss: Tensor) -> tuple[str, ...]:
     """Return the untrained leaves of the graph, under the names of the containers that hide them."""
-    known = {id(p) for p in trained.model.parameters()} | {id(p) for _, p in trained.named}
+    known = {id(p) for _, p in list_parameters(trained.model)} | {id(p) for _, p in trained.named}
     unknown = {id(leaf) for leaf in find_leaves(loss) if id(leaf) not in known}
     if not unknown:
         return ()

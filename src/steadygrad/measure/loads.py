@@ -133,7 +133,7 @@ def take_loads(model: nn.Module) -> list[Load]:
     Call it before the first step: reads a few numbers from the device for each load, and forgets them.
     """
     found = _find_loads(model)
-    for module in model.modules():
+    for _, module in list_modules(model):
         _records.pop(module, None)
         _trained.add(module)
     return found

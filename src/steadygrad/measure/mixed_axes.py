@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from steadygrad.facts.program import MixedAxes
 from steadygrad.measure.loss_graph import find_shape, moves_last_to_second, pass_views
+from steadygrad.measure.marks import Marks
 from steadygrad.measure.suspicious_ops import find_caller
 from steadygrad.state.modules import list_modules
 
@@ -43,12 +43,12 @@ class ReshapeWatch:
     def __init__(self) -> None:
         self.found: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []
         # By identity, and weak: a mark must not keep an activation alive.
-        self._padded: Any = WeakTensorKeyDictionary()
-        self._channels: Any = WeakTensorKeyDictionary()  # tensors whose channels were moved by a reshape
+        self._padded = Marks()
+        self._channels = Marks()  # tensors whose channels were moved by a reshape
         self.found_channels: list[tuple[str, str]] = []
         self.constants: Collection[int] = ()
         """Identities of the model's buffers."""
-        self._prefixes: Any = WeakTensorKeyDictionary()  # the first rows of a buffer or parameter
+        self._prefixes = Marks()  # the first rows of a buffer or parameter
         self.found_positions: list[tuple[int, str, str]] = []
         self.has_hooks = False
         """Whether a backward of our own through this graph would be noticed: by hooks on tensors, or by recomputing."""

@@ -32,7 +32,7 @@ from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.code_names import list_names
-from steadygrad.state.modules import list_modules
+from steadygrad.state.modules import list_modules, list_parameters
 from steadygrad.state.trained_parameters import TrainedParameters
 
 SAMPLE, NUM_SAMPLED = 256, 8
@@ -73,7 +73,7 @@ class ModelWatch:
     def begin(self) -> ModelScan:
         """Look at the model before its first optimizer step."""
         model = self._model
-        own = {id(p) for p in model.parameters()}
+        own = {id(p) for _, p in list_parameters(model)}
         self._untrained = frozenset(name for name, p in self._list_unheld())
         self._foreign = frozenset(id(p) for _, p in self._trained.named if id(p) not in own)
         self._pairs = _find_twins(model)
@@ -103,7 +103,7 @@ class ModelWatch:
         """Look again, after `step`."""
         with contextlib.suppress(Exception):  # a copy may be half-built or lazy: the rest of the scan goes on
             self._copies.search(self._first, _sample)
-        own = {id(p) for p in self._model.parameters()}
+        own = {id(p) for _, p in list_parameters(self._model)}
         gone = [name for name, p in self._trained.named if id(p) not in own and id(p) not in self._foreign]
         new = {name: p for name, p in self._list_unheld() if name not in self._untrained}
         if new:
@@ -127,7 +127,7 @@ class ModelWatch:
     def _list_unheld(self) -> Iterator[tuple[str, Tensor]]:
         """Yield trainable parameters that none of the watched optimizers holds."""
         held = {id(p) for o in self._trained.optimizers for group in o.param_groups for p in group["params"]}
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in list_parameters(self._model):
             if parameter.requires_grad and id(parameter) not in held:
                 yield name, parameter
 
@@ -204,13 +204,14 @@ def _list_weights(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, Te
 
 def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
     """Return the last layer, if it is frozen with the values that torch draws for a new one; and the frozen share."""
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    share = frozen / max(1, sum(p.numel() for p in model.parameters()))
+    parameters = list_parameters(model)
+    frozen = sum(p.numel() for _, p in parameters if not p.requires_grad)
+    share = frozen / max(1, sum(p.numel() for _, p in parameters))
     layers = [(n, m) for n, m in list_modules(model) if isinstance(m, nn.Linear)]
     if not layers or share <= MOST:
         return "", share
     name, head = layers[-1]
-    is_last = next(reversed(list(model.named_parameters())))[0].rpartition(".")[0] == name
+    is_last = parameters[-1][0].rpartition(".")[0] == name
     weight = head._parameters.get("weight")
     if (
         weight is None

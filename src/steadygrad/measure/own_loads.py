@@ -27,6 +27,7 @@ from steadygrad.measure.held import find_held
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.suspicious_ops import find_caller
 from steadygrad.measure.torch_calls import listen_to_states
+from steadygrad.state.modules import list_parameters
 from steadygrad.state.trained_parameters import TrainedParameters
 
 SAMPLE = 64
@@ -47,7 +48,7 @@ class OwnLoadWatch:
     report: Callable[[IdleLoad], None] | None = None
 
     def __init__(self, trained: TrainedParameters) -> None:
-        own = {id(p) for p in trained.model.parameters()}
+        own = {id(p) for _, p in list_parameters(trained.model)}
         mine = [p for _, p in trained.named if id(p) in own and is_readable(p) and p.numel()]
         # The last one: first layers may be frozen.
         self._marked = mine[-1] if mine else None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from steadygrad.facts.program_scans import PartialSave
 from steadygrad.measure.adapters import has_adapters
 from steadygrad.measure.rows import is_readable
+from steadygrad.state.modules import list_parameters
 
 APART = 10
 """Steps between two saves that count as two."""
@@ -39,13 +40,13 @@ class PartialSaves:
 
     def begin(self) -> None:
         """Note what is trained at first."""
-        self._trained_at_first = frozenset(name for name, p in self._model.named_parameters() if p.requires_grad)
+        self._trained_at_first = frozenset(name for name, p in list_parameters(self._model) if p.requires_grad)
 
     def note(self, states: Iterable[Mapping[str, Any]], num_steps: int, where: str) -> None:
         """Note the names in a save; one that has all trained parameters, and not all others, is partial."""
         names = {_strip(str(key)) for state in states for key, value in state.items() if isinstance(value, Tensor)}
         self._saved |= names
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(list_parameters(self._model))
         trained = {name for name, p in parameters.items() if p.requires_grad}
         is_partial = bool(trained) and trained <= names and not parameters.keys() <= names
         if is_partial and num_steps >= self._last + APART:
@@ -55,7 +56,7 @@ class PartialSaves:
         """Return what saves so far have lost; None if nothing."""
         if self._num_saves < NUM_SAVES:
             return None
-        frozen = {name for name, p in self._model.named_parameters() if not p.requires_grad}
+        frozen = {name for name, p in list_parameters(self._model) if not p.requires_grad}
         missing = [name for name in sorted(frozen) if not self._is_saved(name)]
         trained = tuple(name for name in missing if name in self._trained_at_first)
         lost = trained or tuple(name for name in missing if self._is_drawn(name))

@@ -33,6 +33,7 @@ from steadygrad.measure.quiet_hook import QuietHook
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.modules import walk_once
 from steadygrad.state.trained_parameters import TrainedParameters
 
 FIRST_STEPS = 8
@@ -216,12 +217,15 @@ class PeriodicScans:
     def look_at_graph(self, step: int, looks: Looks, loss: Tensor) -> None:
         """Scan the graph once, before the first backward; the labels of the loss in the first steps and at scans."""
         graph, self._graph = self._graph, None
-        if graph is not None:
+        if graph is None:
+            self._program.before_backward(step, loss)
+            return
+        with walk_once():
             looks.graph = graph.read(step, loss)
             self._program.loss_places, self._program.loss_targets = graph.loss_places, graph.loss_targets
             self._program.exchanged = graph.exchanged
-        seen = (graph.reshapes, graph.cuts) if graph is not None and graph.has_watched else ()
-        self._program.before_backward(step, loss, *seen)
+            seen = (graph.reshapes, graph.cuts) if graph.has_watched else ()
+            self._program.before_backward(step, loss, *seen)
 
     def _look_at_loss(self, loss: Tensor) -> None:
         """Scan the graph of a loss whose backward the program ran itself."""

@@ -133,6 +133,7 @@ class ForwardWatch:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._draws: dict[nn.Module, list[list[RandomState]]] = {}
         self._redrawn: list[str] = []
+        self._recomputes = False
         self._asked: torch.dtype | None = None
         self._ran: set[torch.dtype] = set()
         self._is_unheeded = False
@@ -176,11 +177,16 @@ class ForwardWatch:
             self._asked = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def _before_module(self, module: nn.Module, _args: Any) -> None:
-        """Note the random state; compare it when backward computes the module's output again."""
-        if not module.training:
+        """Note the random state; compare it when backward computes the module's output again.
+
+        Only once some backward has done so: reading the state of every module costs a step of GPT-2 124M 1 ms.
+        """
+        is_again = _is_in_backward()
+        self._recomputes |= is_again
+        if not module.training or not self._recomputes:
             return
         state, calls = _read_random_state(self._device), self._draws.setdefault(module, [])
-        if not _is_in_backward():
+        if not is_again:
             calls.append([state])
         elif len(calls) == 1 and len(calls[0]) == 2:  # called more often: unknown which call is repeated
             (start, end), name = calls[0], self._names.get(module, "")

@@ -50,7 +50,7 @@ from steadygrad.measure.stored_data import StoredDataWatch
 from steadygrad.measure.stream import StreamWatch, sum_on_device
 from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
 from steadygrad.measure.transfer import Transfer
-from steadygrad.state.modules import list_modules
+from steadygrad.state.modules import list_buffers, list_modules, list_parameters, walk_once
 from steadygrad.state.trained_parameters import TrainedParameters
 from steadygrad.state.tree import find_tensors
 
@@ -91,7 +91,7 @@ class ProgramWatch:
         self._next_step = self._num_backwards = self._num_calls = 0
         self._is_inside = self._has_batch = self._has_sample_labels = self._may_differentiate = False
         self._has_function = False  # whether steps are made from a function, which training forwards are then inside of
-        self._is_causal_by_flags = False
+        self._is_causal_by_flags = self._tests_next_token = False
         self._unmasked: dict[int, bool] = {}
         self._given: frozenset[int] = frozenset()
         self._last_loss: float | None = None
@@ -135,7 +135,6 @@ class ProgramWatch:
             return
         if self._has_function and not self._is_inside:
             self._modes.note_outside()
-        self._try(self._modes.note_training, self._next_step)
         self._call = (args, kwargs)
         if not self._has_batch and self._wants_batch(self._next_step):
             self._note_batch(list(find_tensors(args, kwargs)), is_given=False)
@@ -145,9 +144,19 @@ class ProgramWatch:
         if self._num_calls == 1:
             self._try(self._seeds.begin)
         self._note_seeds()
-        if self._num_backwards < NUM_FULL and may_enter(self._model):
-            self._try(self._attention.begin)
-        if self._num_calls == 1 and may_enter(self._model):
+        if self._num_backwards < NUM_FULL:
+            with walk_once():
+                self._look_at_layers(model)
+        else:
+            self._try(self._modes.note_training, self._next_step)
+
+    def _look_at_layers(self, model: nn.Module) -> None:
+        """Look at the layers of a model that is about to be called, in the first steps."""
+        self._try(self._modes.note_training, self._next_step)
+        if not may_enter(self._model):
+            return
+        self._try(self._attention.begin)
+        if self._num_calls == 1:
             self._time_first = TimeFirstWatch(self._model)
             if not self._is_inside and model is self._model:
                 self._watch_reshapes()
@@ -173,9 +182,18 @@ class ProgramWatch:
         self._is_inside = False
 
     def before_backward(
-        self, step: int, loss: Tensor, reshapes: ReshapeWatch | None = None, cuts: CutWatch | None = None
+        self,
+        step: int,
+        loss: Tensor,
+        reshapes: ReshapeWatch | None = None,
+        cuts: CutWatch | None = None,
+        *,
+        is_own: bool = False,
     ) -> None:
-        """A loss is about to be differentiated; `reshapes` and `cuts`: what was seen of the calls that made it."""
+        """A loss is about to be differentiated; `reshapes` and `cuts`: what was seen of the calls that made it.
+
+        `is_own`: by a backward of the program's own, which is heard of in the first steps only.
+        """
         if not self._every or loss.grad_fn is None or (self._loss is not None and self._loss() is loss):
             return
         self._note_seeds()
@@ -190,8 +208,11 @@ class ProgramWatch:
             cut = self._try(cuts.report, step, loss, self._name_trained())
             self._facts += [] if cut is None else [(step, cut)]
         is_scan = step % self._every == 0
-        if number < NUM_FULL or is_scan or self._row_gradients.wants_more or self._next_token.wants_more:
+        self._tests_next_token = self._next_token.wants(step, number, may_wait=not is_own)
+        if number < NUM_FULL or is_scan or self._row_gradients.wants_more or self._tests_next_token:
             self._try(self._look, step, loss, number, True)
+            if self._tests_next_token:
+                self._next_token.end_look()
         elif self._leaks.wants_more or (
             self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS))
         ):
@@ -203,7 +224,7 @@ class ProgramWatch:
     def before_own_backward(self, loss: Tensor) -> None:
         """The program calls backward itself; losses that were seen already, and those of other models, are left out."""
         if self.has_call:
-            self.before_backward(self._next_step, loss)
+            self.before_backward(self._next_step, loss, is_own=True)
 
     def after_optimizer(self, step: int) -> None:
         """The optimizer has made its step, and the gradients are still there."""
@@ -298,7 +319,7 @@ class ProgramWatch:
             if self._may_differentiate and (number == 1 or self._row_gradients.wants_more):
                 inputs = [tensor for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
                 self._try(self._row_gradients.note, step, loss, look.labels[0], inputs)
-            if self._may_differentiate and (number == 1 or self._next_token.wants_more):
+            if self._may_differentiate and self._tests_next_token:
                 self._try(self._next_token.note, step, loss, look.labels[0])
 
     def _scan_masks(self, step: int, loss: Tensor, found: Sequence[Tensor | bool]) -> None:
@@ -349,11 +370,11 @@ class ProgramWatch:
     def _watch_reshapes(self) -> None:
         """Watch the calls that the model makes, where no mode is around the whole step."""
         self._reshapes, self._cuts = ReshapeWatch(), CutWatch()
-        self._reshapes.constants = {id(buffer) for buffer in self._model.buffers()}
+        self._reshapes.constants = {id(buffer) for _, buffer in list_buffers(self._model)}
         watch_one_call(self._model, CallWatch(SuspiciousOps(), self._reshapes, self._cuts), lambda: None)
 
     def _name_trained(self) -> dict[int, str]:
-        own = {id(p) for p in self._model.parameters()}
+        own = {id(p) for _, p in list_parameters(self._model)}
         return {id(p): name for name, p in self._trained.named if id(p) in own}
 
     def _is_recurrent(self) -> bool:

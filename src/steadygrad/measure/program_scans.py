@@ -32,6 +32,7 @@ from steadygrad.measure.rank_board import open_board
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.rows import PendingRows
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.modules import walk_once
 from steadygrad.state.trained_parameters import TrainedParameters
 
 logger = logging.getLogger("steadygrad")
@@ -116,7 +117,9 @@ class ProgramScans:
         if not self._has_seen_model:
             # Now and not before the forward: on CUDA the device is busy with the backward meanwhile.
             self._has_seen_model = True
-            self._first += [scan for scan in (self._try("model", self._model.begin),) if scan is not None]
+            with walk_once():
+                scan = self._try("model", self._model.begin)
+            self._first += [] if scan is None else [scan]
         calls = self._try("calls", lambda: self._calls.take(scale_is_known=scale_is_known))
         return PendingProgram(calls=calls)
 

@@ -29,8 +29,8 @@ class QuietHook:
             return
         hear = self._hear()
         if hear is not None:
-            # This runs inside the program's forward: nothing of ours may raise there.
-            with contextlib.suppress(Exception):
+            # This runs inside the program's forward: nothing of ours may raise there, or be seen by its function modes.
+            with contextlib.suppress(Exception), torch._C.DisableTorchFunction():
                 hear(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:

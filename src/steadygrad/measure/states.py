@@ -22,7 +22,7 @@ from steadygrad.measure.meter import triton_is_usable
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.rows import is_readable, split_flat
 from steadygrad.measure.transfer import Ticket, Transfer
-from steadygrad.state.modules import list_modules
+from steadygrad.state.modules import list_buffers, list_modules, list_parameters
 from steadygrad.state.shards import Fragment, in_optimizer, take_local
 from steadygrad.state.trained_parameters import TrainedParameters
 
@@ -222,7 +222,7 @@ class ParameterWatch:
         """Yield the model's parameters, those that only an optimizer holds, and buffers that can be non-finite."""
         seen: set[int | str] = set()
         fragments = [(name, p) for name, p in self._named if isinstance(p, Fragment)]  # before what they stand for
-        for name, whole in (*fragments, *self._model.named_parameters(), *self._named):
+        for name, whole in (*fragments, *list_parameters(self._model), *self._named):
             tensor = take_local(whole)
             # By name too: a replaced parameter would otherwise appear twice, the old one last.
             if id(whole) in seen or name in seen or not is_readable(tensor):
@@ -233,7 +233,7 @@ class ParameterWatch:
                 is_there = tensor.numel() > 0 or self._ranks.many  # a shard may be empty, and still needs its row
                 weighed = name in self._weighed and whole.dim() > 1 and tensor.is_floating_point() and is_there
                 yield Subject(name, tensor, is_trained=is_trained, is_weighed=weighed)
-        for name, buffer in self._model.named_buffers():
+        for name, buffer in list_buffers(self._model):
             tensor = take_local(buffer)
             if is_readable(tensor) and _can_be_nonfinite(tensor):
                 yield Subject(name, tensor, is_buffer=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from steadygrad.facts import Broadcast
 from steadygrad.measure import exchanged_arguments
 from steadygrad.measure.loss_targets import CALLS, LossTarget, read_loss_call
+from steadygrad.measure.marks import Marks
 
 
 def _words(text: str) -> frozenset[str]:
@@ -84,8 +84,8 @@ class SuspiciousOps:
         self.loss_targets: list[LossTarget] = []
         self.exchanged: list[exchanged_arguments.Suspect] = []
         self._constants = frozenset(constants)
-        self._meant: Any = WeakTensorKeyDictionary()  # tensors with an axis that the program asked for
-        self._softmaxed: Any = WeakTensorKeyDictionary()
+        self._meant = Marks()  # tensors with an axis that the program asked for
+        self._softmaxed = Marks()
 
     def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the operands before the call, which may change them in place."""

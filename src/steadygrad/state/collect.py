@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from steadygrad.state.modules import list_modules
+from steadygrad.state.modules import list_modules, list_parameters
 from steadygrad.state.shards import MeshPlace, take_local
 from steadygrad.state.tree import remake
 
@@ -212,7 +212,7 @@ def _sign(value: Any, found: list[int]) -> bool:
 
 def settle_shards(model: nn.Module) -> None:
     """Let go of weights that FSDP2 has gathered: a forward without backward leaves them, and they outlive a restore."""
-    for module in model.modules():
+    for _, module in list_modules(model):
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             # This order: during a forward, reshard() does nothing where FSDP2 has reshard_after_forward=False.
             _end_forward(module)
@@ -251,9 +251,10 @@ def collect_state(
             extras=_collect_extras(extras, collector),
         )
     settle_shards(model)
-    names = {id(p): name for name, p in model.named_parameters()}
+    named = list_parameters(model)
+    names = {id(p): name for name, p in named}
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    unique = {id(p): p for p in (*model.parameters(), *held)}
+    unique = {id(p): p for p in (*(p for _, p in named), *held)}
     parameters = [
         (p, collector.add(p, late=True, name=PARAMETER + names.get(i, "(not of the model)")))
         for i, p in unique.items()
