@@ -128,3 +128,11 @@ def _guards_release_log_names() -> Iterator[None]:
     speaker = sys.modules.get("steadygrad.judgement.speaker")
     if speaker is not None:
         speaker._live.clear()
+
+
+@pytest.fixture(autouse=True)
+def _searches_are_free_again() -> None:
+    """Give each test a process's whole time for searches of live objects: earlier tests make hundreds of guards."""
+    searched = sys.modules.get("steadygrad.state.live_objects")
+    if searched is not None:
+        searched._seconds = 0.0  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ class NextTokenWatch:
         self._is_open = True  # whether there is still something to compare, or an output to differentiate
 
     def wants(self, step: int, number: int, *, may_wait: bool) -> bool:
-        """Whether this step's backward, `number` of all, is to be looked at; `may_wait`: later ones are heard as well."""
+        """Whether this backward, `number` of all, is to be looked at; `may_wait`: later ones are heard as well."""
         return self._is_open and (step >= LATER if may_wait else number > 0)
 
     def end_look(self) -> None:
