@@ -34,7 +34,7 @@ AROUND = 6
 BEFORE = 2 * (EVERY // GAPS)
 """Steps from the first of them to the step that `EVERY` divides."""
 MODELS = {
-    "cuda": {"GPT-2 124M": (12, 8, 1024, 12), "43M, 1154 small tensors": (6, 8, 256, 2)},
+    "cuda": {"GPT-2 124M": (12, 8, 1024, 12), "43M, 1154 small tensors": (6, 8, 256, 4)},
     "cpu": {"10M": (8, 2, 128, 6)},
 }
 """Name of the shapes -> heads, batch size, tokens, looks to time in each way."""
@@ -106,7 +106,7 @@ class Training:
             if which == "with":
                 self.step_to_look()
             self.wait()
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
                 for _ in range(AROUND):
                     self.step()
                 self.wait()

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 FREE_SECONDS = 3.0
-"""CPU seconds of search in one process that count as nothing. One search takes 50 ms where half a million objects live."""
+"""CPU seconds of search in a process that count as nothing. One takes 50 ms where half a million objects live."""
 SHARE = 0.02
 """Share of the process's time that searches may take beyond that."""
 
