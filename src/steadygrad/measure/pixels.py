@@ -4,7 +4,8 @@ Pixels of 8 bits lie on a grid of 256 values, and stay on one when they are divi
 tells how it was made: with the usual statistics (ImageNet, CIFAR, CLIP, 0.5) undone, pixels divided once are multiples
 of 1/255, pixels divided twice multiples of 1/255 squared, and pixels that were not divided whole numbers. Only images
 that lie on a wrong grid, and on no right one, in two batches, are reported; those that were interpolated after their
-conversion lie on none. Cost: reductions of 6,000 pixels in the first two calls, with one asynchronous copy each.
+conversion lie on none. Cost: reductions of 6,000 pixels in the first call, with one asynchronous copy; and in the second if that is suspicious
+or not known yet.
 """
 
 from __future__ import annotations
@@ -80,11 +81,18 @@ class PixelWatch:
             found = _judge(rows.read()["pixels"])
             self._found = found if self._found is None else self._found & found
             self._num_left -= 1
-        if self._num_left or not ready or not self._found or any(pattern == "right" for _, pattern in self._found):
+            if not _is_suspicious(self._found):  # one batch is enough to acquit
+                self._num_noted = self._num_left = 0
+        if self._num_left or not ready or self._found is None or not _is_suspicious(self._found):
             return []
         when, name, _ = ready[-1]
         statistics, pattern = min(self._found, key=lambda one: [*STATISTICS].index(one[0]))
         return [PixelScan(step=when, tensor=name, statistics=statistics, pattern=pattern)]
+
+
+def _is_suspicious(found: set[tuple[str, str]]) -> bool:
+    """Return whether images lie on wrong grids and on no right one."""
+    return bool(found) and not any(pattern == "right" for _, pattern in found)
 
 
 def _are_images(tensor: Tensor) -> bool:
@@ -123,8 +131,9 @@ def _look_at_grids(values: Tensor) -> Tensor:
     """
     whole = values.round()
     fits = ((values - whole).abs() < NEAR) & (whole >= 0) & (whole <= 255)
-    levels = torch.where(fits, whole, 0.0).sort(dim=1).values.diff()
-    return torch.stack([fits.double().mean(1), 1.0 + (levels != 0).double().sum(1)], 1).flatten()
+    # A mark for each value that is there takes a tenth of the time of a sort. The last column is for all others.
+    seen = values.new_zeros(len(values), 257).scatter_(1, torch.where(fits, whole, 256.0).long(), 1.0)
+    return torch.stack([fits.double().mean(1), seen[:, :256].sum(1)], 1).flatten()
 
 
 def _judge(numbers: Sequence[float]) -> set[tuple[str, str]]:
