@@ -4,8 +4,8 @@ Pixels of 8 bits lie on a grid of 256 values, and stay on one when they are divi
 tells how it was made: with the usual statistics (ImageNet, CIFAR, CLIP, 0.5) undone, pixels divided once are multiples
 of 1/255, pixels divided twice multiples of 1/255 squared, and pixels that were not divided whole numbers. Only images
 that lie on a wrong grid, and on no right one, in two batches, are reported; those that were interpolated after their
-conversion lie on none. Cost: reductions of 6,000 pixels in the first call, with one asynchronous copy; and in the second if that is suspicious
-or not known yet.
+conversion lie on none. Cost: reductions of 6,000 pixels in the first call, with one asynchronous copy, and in the
+second if the first was suspicious or is not known yet.
 """
 
 from __future__ import annotations
