@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -518,6 +520,20 @@ def test_a_block_that_cannot_be_pinned_raises_in_the_waiting_thread(monkeypatch:
     memory.prepare([(70 - i) << 21 for i in range(8)], slowly=False)
     with pytest.raises(RuntimeError, match="no more pages"):
         memory.make_room([])
+
+
+@pytest.mark.parametrize("slowly", [False, True])
+def test_a_process_that_ends_while_memory_is_pinned_ends_well(slowly: bool) -> None:
+    """Python ends daemon threads inside their calls of C++, which aborts the process ("terminate called")."""
+    program = f"""
+import torch
+from steadygrad.act import pinned_memory
+pinned_memory.pin = lambda size, _events: torch.randn(size // 8).mul_(2).exp_().sum()[None]
+memory = pinned_memory.PinnedMemory(pinned=True)
+memory.prepare([(70 + i) << 21 for i in range(200)], slowly={slowly})
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_grown_state_is_also_pinned_during_training(monkeypatch: pytest.MonkeyPatch) -> None:

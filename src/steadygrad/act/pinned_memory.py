@@ -46,7 +46,7 @@ class PinnedMemory:
         self._blocks: list[Tensor] = []
         self._sizes: list[int] = []  # of all blocks, including those a thread is still pinning
         self._thread: threading.Thread | None = None
-        self._is_awaited = threading.Event()
+        self._is_awaited, self._is_stopped = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self.layout: list[object] = []
         """Dtypes, shapes and strides that `make_room` made room for last."""
@@ -90,6 +90,8 @@ class PinnedMemory:
             add = functools.partial(self._add, added, then, slowly=slowly)
             self._thread = threading.Thread(target=add, name="steadygrad-pin", daemon=True)
             self._thread.start()
+            # Called at exit, too: Python would end the thread inside a call of CUDA's, and that aborts the process.
+            weakref.finalize(self, _stop, self._thread, self._is_stopped, self._is_awaited)
 
     def make_room(self, sources: Sequence[Source]) -> list[Tensor]:
         """Return a host tensor for each of these; raise RuntimeError or MemoryError if there is no memory for them."""
@@ -122,6 +124,8 @@ class PinnedMemory:
         # All of them until the end: the allocator would hand out one that was freed again and again.
         held = []
         for size in self._sizes:
+            if self._is_stopped.is_set():
+                return
             began = time.monotonic()
             held.append(torch.empty(size, dtype=torch.uint8, device=device))
             self._pause(time.monotonic() - began)
@@ -161,17 +165,22 @@ class PinnedMemory:
         try:
             if self._pinned and not slowly and len(sizes) > 1:
                 with ThreadPoolExecutor(NUM_THREADS) as pool:
-                    self._blocks += list(pool.map(lambda size: pin(size, self.events), sizes))
+                    self._blocks += list(pool.map(self._add_one, sizes))
                 sizes = ()
             for size in sizes:
                 began = time.monotonic()
-                self._blocks.append(pin(size, self.events) if self._pinned else torch.empty(size, dtype=torch.uint8))
+                self._blocks.append(self._add_one(size))
                 self._pause(time.monotonic() - began)
             if then is not None:
                 with contextlib.suppress(RuntimeError):  # no memory left on the device
                     then()
         except (RuntimeError, MemoryError, OSError) as error:  # `make_room` raises it on the calling thread
             self._error = RuntimeError(str(error))
+
+    def _add_one(self, size: int) -> Tensor:
+        if self._is_stopped.is_set():
+            raise RuntimeError("the process ends")
+        return pin(size, self.events) if self._pinned else torch.empty(size, dtype=torch.uint8)
 
     def _pause(self, seconds: float) -> None:
         """Let training go on after `seconds` of work, unless it waits for this, or this is its own thread."""
@@ -184,6 +193,14 @@ class PinnedMemory:
             self._thread.join()
             self._thread = None
             self._is_awaited.clear()
+
+
+def _stop(thread: threading.Thread, is_stopped: threading.Event, is_awaited: threading.Event) -> None:
+    """End a thread of `prepare` after the block that it is at: 10 to 50 ms."""
+    is_stopped.set()
+    is_awaited.set()  # ends a pause
+    if thread is not threading.current_thread():  # the last reference may go on that thread
+        thread.join()
 
 
 # The lists in the cache are shared by all callers, so none of them may change what it gets.
