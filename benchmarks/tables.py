@@ -97,9 +97,20 @@ def summarise_long_run(results: Results) -> list[Row]:
     """Summarise the means of whole runs, including every look, snapshot and record."""
     on_cpu = any(RUN in one["ways"] for one in results.values())
     what = "CPU, added to plain" if on_cpu else "GPU, relative to plain"
-    names = ", ".join(name.split(",")[0].split(" B=")[0] for name in results)
+    names = ", ".join(_shorten([name.split(",")[0].split(" B=")[0] for name in results]))
     ours, stock = (_show_means(results, way, on_cpu=on_cpu) for way in (EVERYTHING, "clip_grad_norm_"))
     return [(f"Mean step of a whole run ({what}: {names})", ours, f"clip_grad_norm_ {stock}")]
+
+
+def _shorten(names: Sequence[str]) -> list[str]:
+    """Return names without a first word that is the previous one's.
+
+    >>> _shorten(["124M eager", "124M compiled", "774M compiled"])
+    ['124M eager', 'compiled', '774M compiled']
+    """
+    firsts = [name.split()[0] for name in names]
+    pairs = zip(names, firsts, ["", *firsts])
+    return [name.removeprefix(f"{first} ") if first == before else name for name, first, before in pairs]
 
 
 def _show_means(results: Results, way: str, *, on_cpu: bool) -> str:
