@@ -99,7 +99,6 @@ SLOW = (
     # ranks of frameworks: test_run_scripts.py; preloading; one way to end a run, one signal, one search of the site
     "adapters/test_two_ranks.py::*",
     "distributed/test_ranks_helper.py::*in_these_tests_frozen*",
-    "healthy/test_healthy.py::*by_every_default[[][pd]*",
     "tensor/test_run_states.py::*[[]halt*",
     "tensor/test_run_states.py::*[[]signal*",
     "tensor/test_kernels.py::*more_tensors_than_are_folded*",

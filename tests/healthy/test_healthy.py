@@ -1,7 +1,7 @@
 """First, do no harm: a healthy training ends on a Guard as it ends without one, to the bit.
 
-STEADYGRAD_TEST_SEEDS=3 in the environment runs each scenario with three seeds. Clipping is off, so that it does not
-blur the comparison.
+STEADYGRAD_TEST_SEEDS=3 in the environment runs each scenario with three seeds. Clipping is off where a test does not
+say otherwise, so that it does not blur the comparison.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ EXPLAINED = (
 )
 """Scenarios that look like harm to a rule that sees less: an outlying batch, a batch that is fine again after one step,
 units that the program cut off, a loss of both signs that began near 0."""
+
+
+ANY_SIZE = ("actor_critic_program", "tiny_units", "huge_units")
+"""Scenarios with norms far from 1, which a clip at a fixed norm would change."""
+LEAPS = ("loss_times_a_thousand", "longer_sequences", "closure_returns_only_a_part")
+"""Scenarios whose gradients grow a thousandfold from one step to the next. They are clipped, and reach their goal."""
 
 
 @functools.cache
@@ -73,10 +79,13 @@ def test_the_corpus_is_large_and_every_scenario_says_why_it_is_healthy() -> None
     assert all(len(scenario.about) > 30 for scenario in SCENARIOS.values())
 
 
-@pytest.mark.parametrize("name", ["actor_critic_program", "ppo_program", "dqn_program", "tiny_units", "huge_units"])
-def test_a_program_with_norms_of_any_size_is_left_alone_by_every_default(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ANY_SIZE else pytest.mark.slow) for name in SCENARIOS]
+)
+def test_the_default_clip_leaves_a_healthy_training_alone(name: str) -> None:
     plain, guarded = train_plain(name, 0), SCENARIOS[name].train(seed=0, config=GuardConfig())
 
-    assert plain.shortfalls == []
+    assert guarded.halted is None
     assert guarded.actions == []
-    assert guarded.compare(plain) == [], "clipping is on here"
+    assert guarded.shortfalls == []
+    assert (guarded.compare(plain) == []) is (name not in LEAPS)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from steadygrad import Guard, GuardConfig
+from steadygrad import Guard, GuardConfig, SnapshotConfig
 from steadygrad.act import buffer_places
 from steadygrad.act.buffers import BufferKeeper
+from steadygrad.measure.periodic_scans import FIRST_STEPS
 
 NAN = float("nan")
 FORMS = ("function", "loss", "backward")
@@ -442,3 +444,53 @@ def test_a_copy_of_a_model_that_loads_has_no_hooks() -> None:
     other = copy.deepcopy(training.model)
     other.load_state_dict(training.model.state_dict())
     training.step()
+
+
+# --- NaN that no step reads -------------------------------------------------------------------------------------------
+
+
+class Recall(nn.Module):
+    """A classifier that notes its recall of each class: 0/0 for a class that does not occur."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("recall", torch.zeros(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.layer(x)
+        with torch.no_grad():
+            hits = torch.stack([((out.argmax(1) == i) & (y == i)).sum() for i in range(3)])
+            self.recall.copy_(hits / torch.stack([(y == i).sum() for i in range(3)]))
+        return nn.functional.cross_entropy(out, y)
+
+
+def test_nan_in_a_metric_stops_neither_snapshots_nor_checkpoints(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Recall()
+    config = GuardConfig(clip=None, snapshots=SnapshotConfig(every=10, good_after=5))
+    with Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config, run_dir=tmp_path) as guard:
+        for step in range(100):
+            y = torch.randint(3 if step < 25 else 2, (8,))
+            y[0] = 0
+            guard.step(model, torch.randn(8, 4), y)
+        assert model.recall.isnan().any()
+        newest = guard._judging._rollback.snapshots.newest_good
+        guard.save()
+        assert guard.health()["overall_healthy"]
+    assert (newest or 0) >= 80
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("step")]
+    assert {finding.severity.value for finding in guard.findings} == {"info"}
+
+
+def test_a_scan_that_finds_such_nan_excuses_it_after_the_next_finite_step() -> None:
+    """The only way where buffers are on a device, and are not read in every step."""
+    model = Recall()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(clip=None))
+    scans, y = guard._judging._watched.periodic_scans, torch.zeros(8, dtype=torch.int64)
+    meant = []
+    for _ in range(12):
+        guard.step(model, torch.randn(8, 4), y)
+        meant.append(scans.meant_nonfinite)
+    assert meant[FIRST_STEPS - 1] == frozenset()
+    assert meant[FIRST_STEPS] == {"recall"}

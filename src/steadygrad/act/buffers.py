@@ -248,6 +248,11 @@ class BufferKeeper:
         }
         return bad
 
+    @property
+    def meant_nonfinite(self) -> frozenset[str]:
+        """Buffers in host memory that became NaN, and that no step reads."""
+        return frozenset(self._meant)
+
     def _list_spoilt(self) -> dict[str, tuple[Place, int]]:
         """Return the place of each such buffer, and its number of bad elements."""
         suspects = list(self._singles)

@@ -13,7 +13,7 @@ from steadygrad.act.host_memory import find_free_bytes
 from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.act.snapshot import Snapshot
 from steadygrad.config import SnapshotConfig
-from steadygrad.state.collect import PARAMETER
+from steadygrad.state.collect import BUFFER, PARAMETER
 
 FREE_SHARE = 4
 """Snapshots may use one part in this many of the free host memory; data loaders and the page cache need the rest."""
@@ -28,7 +28,7 @@ class SnapshotRing:
         self._max_bytes = config.max_bytes or find_free_bytes() // FREE_SHARE // max(1, num_neighbours)
         self._were_finite: set[str] = set()
         self.list_meant: Callable[[], Collection[str]] = frozenset
-        """Returns the parameters that are non-finite by design."""
+        """Returns the parameters and buffers that are non-finite by design."""
         self._restored: Snapshot | None = None
         self.held: list[Snapshot] = []
         """Oldest first."""
@@ -157,10 +157,11 @@ class SnapshotRing:
         for name, must_be_finite, is_finite in snapshot.values():
             if is_finite:
                 self._were_finite.add(name)
-            elif name in self._were_finite or (
-                must_be_finite and name.removeprefix(PARAMETER) not in self.list_meant()
-            ):
+            elif name in self._were_finite or must_be_finite:
                 bad.append(name)
+        if bad:
+            meant = {prefix + name for name in self.list_meant() for prefix in (PARAMETER, BUFFER)}
+            bad = [name for name in bad if name not in meant]
         snapshot.finite = not bad
         return bad
 

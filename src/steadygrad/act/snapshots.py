@@ -227,8 +227,12 @@ class Snapshots:
         self._ring.spare.append(memory)
 
     def excuse(self, list_meant: Callable[[], Collection[str]]) -> None:
-        """Set what returns the names of parameters that are non-finite by design."""
+        """Set what returns the names of parameters and buffers that are non-finite by design."""
         self._ring.list_meant = list_meant
+
+    def list_meant(self) -> frozenset[str]:
+        """Return these names."""
+        return frozenset(self._ring.list_meant())
 
     def _collect(self) -> tuple[Collector, State]:
         collector, signature = Collector(self._shared), sign_state(self._model, self._optimizers)

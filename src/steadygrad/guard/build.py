@@ -145,7 +145,7 @@ def _assemble(
         ranks=ranks,
     )
     for one in (checkpoints, host.snapshots):
-        one.excuse(lambda: watched.periodic_scans.meant_nonfinite)
+        one.excuse(lambda: watched.periodic_scans.meant_nonfinite | buffers.meant_nonfinite)
     judging = make_judging(device, host, rollback)
     state = GuardState(
         moment,

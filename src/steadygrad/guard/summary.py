@@ -53,11 +53,12 @@ class Summary:
         """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
         last, model = self._judgement.last_reading, self._training.model
         bad = find_nonfinite((*model.named_parameters(), *self._watched.trained.named))
-        parameters = self._watched.periodic_scans.meant_nonfinite.issuperset(bad)
+        meant = self._snapshots.list_meant()
+        parameters = meant.issuperset(bad)
         held = dict(model.named_buffers())
         buffers = {name for name in find_nonfinite(held.items()) if count_bad(name, take_local(held[name]))}
         health = {
-            "model_healthy": parameters and not buffers - self._watched.periodic_scans.born_nonfinite,
+            "model_healthy": parameters and not buffers - self._watched.periodic_scans.born_nonfinite - meant,
             "gradients_healthy": last is None or last.num_nonfinite == 0,
             "losses_healthy": last is None or not last.loss_is_nonfinite,
             "parameters_healthy": parameters,

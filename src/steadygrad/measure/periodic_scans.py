@@ -31,7 +31,7 @@ from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.program_scans import PendingProgram, ProgramScans
 from steadygrad.measure.quiet_hook import QuietHook
 from steadygrad.measure.ranks import Ranks
-from steadygrad.measure.states import ParameterWatch, PendingParameterScan
+from steadygrad.measure.states import ParameterWatch, PendingParameterScan, is_statistic
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.modules import walk_once
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -117,7 +117,11 @@ class PeriodicScans:
         """Number of optimizer steps since the weights were initialised or replaced."""
         self._given_nonfinite: frozenset[str] | None = None
         self.meant_nonfinite: frozenset[str] = frozenset()
-        """The same, once a finite step has shown that they do no harm: transitions that are -inf, an unread memory."""
+        """The same, once a finite step has shown that they do no harm: transitions that are -inf, an unread memory.
+
+        And buffers other than a norm's statistics that were NaN in a scan, and that the next step did not read either.
+        """
+        self._doubtful_buffers: frozenset[str] = frozenset()
         self._born_nonfinite: frozenset[str] = frozenset()
 
     def compile(self) -> None:
@@ -261,8 +265,9 @@ class PeriodicScans:
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step
-        if self._given_nonfinite and not reading.is_nonfinite:
-            self.meant_nonfinite = self._given_nonfinite
+        if (self._given_nonfinite or self._doubtful_buffers) and not reading.is_nonfinite:
+            self.meant_nonfinite |= (self._given_nonfinite or frozenset()) | self._doubtful_buffers
+            self._doubtful_buffers = frozenset()
         if self._num_masks != masks.count_masks():
             self._num_masks = masks.count_masks()
             facts.append(MaskChange(step=step))
@@ -286,8 +291,10 @@ class PeriodicScans:
         if looks.weights is not None:
             # One rank's program may have written what another's has not, and all must come to the same verdict.
             is_edited = self._is_edited and not self._is_ranked and not reading.is_nonfinite
-            facts.append(dataclasses.replace(looks.weights.read(step), is_edited=is_edited))
+            scan = dataclasses.replace(looks.weights.read(step), is_edited=is_edited)
+            facts.append(scan)
             self._is_edited = False
+            self._doubtful_buffers = frozenset(name for name in scan.nonfinite_buffers if not is_statistic(name))
         elif reading.is_nonfinite:
             # A collective with several ranks: their Readings are equal, so all of them scan.
             facts.append(self._weights.scan(step))

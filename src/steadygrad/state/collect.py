@@ -25,7 +25,7 @@ from steadygrad.state.tree import remake
 
 ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
 """Values that cannot change: a copy is the value itself."""
-PARAMETER = "parameter "
+PARAMETER, BUFFER = "parameter ", "buffer "
 """Begins the name of a parameter among the sources."""
 
 
@@ -280,7 +280,7 @@ def find_uncopied(
 def _collect_buffers(collector: Collector, model: nn.Module) -> Iterator[tuple[nn.Module, str, Slot | None]]:
     for path, module in list_modules(model):
         for name, buffer in module._buffers.items():
-            label = f"buffer {path}.{name}" if path else f"buffer {name}"
+            label = f"{BUFFER}{path}.{name}" if path else f"{BUFFER}{name}"
             if buffer is None:
                 yield module, name, None
             elif has_values(buffer):
