@@ -287,7 +287,8 @@ def _measure_apart(plan: Plan, grads: Sequence[Tensor], cells: Sequence[float]) 
     rows: list[Sequence[float]] = [()] * len(grads)
     for at, i in enumerate(plan.together):
         rows[i] = cells[at * NUM_COLUMNS : (at + 1) * NUM_COLUMNS]
-    for i in plan.apart:
+    # What backward wrote last, the first layers', is read last: the optimizer begins there, and finds it in the cache.
+    for i in reversed(plan.apart):
         rows[i] = foreach.measure_on_host(grads[i])
     return list(itertools.chain.from_iterable(rows))
 
