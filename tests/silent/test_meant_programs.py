@@ -109,10 +109,32 @@ def judge_real_and_fake_in_turn() -> Guard:
     return guard
 
 
+def average_heads_and_microbatches() -> Guard:
+    """Four heads are averaged, and four microbatches: two different fours."""
+    body, heads = make_net(6, 32, 16), nn.ModuleList(nn.Linear(16, 1) for _ in range(4))
+    model = nn.ModuleList([body, heads])
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    guard = Guard(model, optimizer)
+    for _ in range(20):
+        optimizer.zero_grad()
+        for _ in range(4):
+            x = torch.randn(16, 6)
+            h = body(x).relu()
+            total = sum(F.mse_loss(head(h).squeeze(1), x[:, i]) for i, head in enumerate(heads))
+            guard.backward(total / 4 / 4)
+        guard.step()
+    return guard
+
+
 PROGRAMS = [
-    rank_pairs, classify_log_probabilities, sum_over_tokens, log_the_norm_of_a_microbatch, find_the_rate_itself,
+    rank_pairs,
+    classify_log_probabilities,
+    sum_over_tokens,
+    log_the_norm_of_a_microbatch,
+    find_the_rate_itself,
     judge_real_and_fake_in_turn,
-]  # fmt: skip
+    average_heads_and_microbatches,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -18,7 +18,8 @@ class CallScan:
     num_cleared: int = 0
     """Backwards of the step that found none of the gradients that the one before had left."""
     divisors: tuple[tuple[float, ...], ...] = ()
-    """For each backward: the constants that its loss was divided by (a product with 1/4 counts as 4)."""
+    """For each backward: the constants that its loss was divided by (a product with 1/4 counts as 4), but for the one
+    that makes a sum of as many terms their mean."""
     scale: float = 1.0
     """Largest power of two, of a kind that a GradScaler applies, that a loss was multiplied by."""
     end: str = ""
