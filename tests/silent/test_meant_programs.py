@@ -126,6 +126,80 @@ def average_heads_and_microbatches() -> Guard:
     return guard
 
 
+class InTurns(torch.optim.Optimizer):
+    """Block coordinate descent: each group has its turn."""
+
+    def __init__(self, groups: Any, turn: int) -> None:
+        super().__init__(groups, {"lr": 0.05})
+        self.turn, self.num_steps = turn, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[self.num_steps // self.turn % len(self.param_groups)]
+        self.num_steps += 1
+        for parameter in group["params"]:
+            parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def move_blocks_in_turns() -> Guard:
+    """A block that has waited for its turn since the first step."""
+    model = make_net(6, 32, 32, 1)
+    guard = Guard(model, InTurns([{"params": list(model[i].parameters())} for i in (0, 2, 4)], turn=150))
+    for _ in range(460):
+        guard.step(lambda x: F.mse_loss(model(x).squeeze(1), x[:, 0] * x[:, 1]), torch.randn(32, 6))
+    return guard
+
+
+class Flipping(torch.optim.Optimizer):
+    """Flips the sign of a binary weight whose mean gradient says so for long enough; most stay as they are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+            mean.mul_(0.99).add_(parameter.grad, alpha=0.01)
+            parameter[(mean.abs() > 2e-3) & (mean.sign() == parameter.sign())] *= -1
+
+
+class Binary(nn.Module):
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, size).sign())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) / self.weight.shape[1] ** 0.5
+
+
+def flip_binary_weights() -> Guard:
+    """Weights that have all stopped flipping, at the rate and the gradient that they always had."""
+    model = nn.Sequential(Binary(16, 128), nn.BatchNorm1d(128, affine=False), nn.Tanh(), Binary(128, 4))
+    guard, centres = Guard(model, Flipping(model.parameters(), {"lr": 1.0})), torch.randn(4, 16)
+    for _ in range(800):
+        y = torch.randint(0, 4, (64,))
+        guard.step(lambda x, y: F.cross_entropy(model(x), y), centres[y] + torch.randn(64, 16), y)
+    return guard
+
+
+class Factors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.useful, self.useless = nn.Parameter(torch.full((4,), 0.1)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :4] @ self.useful + x[:, 4:] @ self.useless
+
+
+def hold_weights_at_a_bound() -> Guard:
+    """Coefficients that may not be negative: a hook after each step puts them back to 0, where they began."""
+    model, truth = Factors(), torch.tensor([1.0, 2.0, 0.5, 1.5, -1.0, -2.0, -0.5, -1.0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer.register_step_post_hook(lambda *_: [p.data.clamp_(min=0) for p in model.parameters()])
+    guard = Guard(model, optimizer)
+    for _ in range(260):
+        guard.step(lambda x: F.mse_loss(model(x), x @ truth), torch.rand(64, 8) - 0.3)
+    return guard
+
+
 PROGRAMS = [
     rank_pairs,
     classify_log_probabilities,
@@ -134,6 +208,9 @@ PROGRAMS = [
     find_the_rate_itself,
     judge_real_and_fake_in_turn,
     average_heads_and_microbatches,
+    move_blocks_in_turns,
+    flip_binary_weights,
+    hold_weights_at_a_bound,
 ]
 
 

@@ -64,6 +64,9 @@ class ParameterScan:
     """Parameters that differ from the scan before."""
     changed: tuple[str, ...] = field(default=(), repr=False)
     """... and their names."""
+    steered: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+    """For each optimizer whose update is not torch's alone: the parameters it holds, some of which it may leave as they
+    are, because their turn has not come or because a hook puts them back to a bound."""
     norms: Mapping[str, float] = field(default_factory=dict, repr=False)
     """L2 norms of the trained parameters that have two dimensions or more; empty when they were not measured."""
     checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
