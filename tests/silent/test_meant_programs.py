@@ -200,6 +200,18 @@ def hold_weights_at_a_bound() -> Guard:
     return guard
 
 
+def look_up_fewer_rows() -> Guard:
+    """A table of 200 rows, and batches that fall from 2048 samples to 4: most of its gradient becomes zeros."""
+    users, items = nn.Embedding(200, 8), nn.Embedding(150, 8)
+    optimizer = torch.optim.SGD([*users.parameters(), *items.parameters()], 0.01)
+    guard = Guard(nn.ModuleList([users, items]), optimizer)
+    for number in range(120):
+        size = 2048 if number < 80 else 4
+        u, i = torch.randint(0, 200, (size,)), torch.randint(0, 150, (size,))
+        guard.step(lambda u, i: ((users(u) * items(i)).sum(1) - (u + i) % 3).square().mean(), u, i)
+    return guard
+
+
 PROGRAMS = [
     rank_pairs,
     classify_log_probabilities,
@@ -211,6 +223,7 @@ PROGRAMS = [
     move_blocks_in_turns,
     flip_binary_weights,
     hold_weights_at_a_bound,
+    look_up_fewer_rows,
 ]
 
 

@@ -21,6 +21,7 @@ from steadygrad.facts import (
     Finding,
     GradientTable,
     MaskChange,
+    ModelScan,
     ParameterScan,
     PrecisionScan,
     Reading,
@@ -113,19 +114,21 @@ class DeadGradient(Remembering):
 
     Compared with the parameter's own largest share of zeros before, because embeddings and experts are always sparse.
     One that was zero from the first step on is a warning only when it is half of the model. A unit that does not fire
-    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros. When the program
-    prunes weights, what is usual is learnt again from scratch, in the layers behind them too.
+    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros. Those of an
+    embedding are the rows that the batch does not look up, however few it looks up. When the program prunes weights,
+    what is usual is learnt again from scratch, in the layers behind them too.
     """
 
     name = "dead_units"
-    hears = (Reading, MaskChange)
-    memory = ("_usual", "_doubts", "_num_steps")
+    hears = (Reading, MaskChange, ModelScan)
+    memory = ("_usual", "_doubts", "_num_steps", "_tables")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.flow
         self._usual: dict[str, float] = {}
         self._doubts: dict[str, list[float]] = {}  # name -> step where it began, steps since, share of zeros
         self._num_steps = 0
+        self._tables: set[str] = set()
 
     def passes(self, reading: Reading) -> bool:
         """Take in a plain Reading without a zero, once it is known what is usual."""
@@ -140,6 +143,8 @@ class DeadGradient(Remembering):
         """Return a finding when a parameter's units have died, at the step where they did."""
         if isinstance(fact, MaskChange):
             self._usual, self._doubts, self._num_steps = {}, {}, 0
+        if isinstance(fact, ModelScan):
+            self._tables.update(fact.tables)
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.finite_grad_norm > 0:
             return
         self._num_steps += 1
@@ -151,7 +156,7 @@ class DeadGradient(Remembering):
         pairs = enumerate(zip(zeros, table.numels)) if any(zeros) else ()
         rows = [(i, z / n) for i, (z, n) in pairs if n and z >= limit * n]
         unusual = ((table.names[i], share) for i, share in rows if self._is_unusual(table.names[i], share))
-        suspects = {name: share for name, share in unusual if share == 1.0 or not _has_live_bias(name, table, limit)}
+        suspects = {name: share for name, share in unusual if share == 1.0 or not self._is_sparse(name, table)}
         for name in [name for name in self._doubts if name not in suspects]:
             # Zeros that went away by themselves are usual from now on, as for an expert that is rarely chosen
             self._usual[name] = max(self._usual.get(name, 0.0), self._doubts.pop(name)[2])
@@ -162,6 +167,9 @@ class DeadGradient(Remembering):
         dead = [name for name, share in suspects.items() if self._count(name, share, fact.step)]
         if dead:
             yield self._describe(dead, table)
+
+    def _is_sparse(self, name: str, table: GradientTable) -> bool:
+        return name in self._tables or _has_live_bias(name, table, self._config.dead_share)
 
     def _is_unusual(self, name: str, share: float) -> bool:
         usual = self._usual.get(name)

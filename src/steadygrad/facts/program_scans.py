@@ -116,6 +116,8 @@ class ModelScan:
     frozen_head: str = ""
     """Name of the last layer, if it is frozen at its random initial values and most of the model is frozen too."""
     frozen_share: float = 0.0
+    tables: tuple[str, ...] = field(default=(), repr=False)
+    """Weights of embeddings: a step has a gradient for the rows that its batch looks up, and zeros elsewhere."""
     loads: tuple[Load, ...] = ()
     equal_units: tuple[str, ...] = ()
     """Weights whose rows began equal, have moved and are still equal after `num_steps` steps."""
