@@ -212,6 +212,46 @@ def look_up_fewer_rows() -> Guard:
     return guard
 
 
+class Codes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.activation, self.sharpness = make_net(8, 64, 16), nn.Tanh(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.sharpness * self.body(x))
+
+
+def sharpen_codes() -> Guard:
+    """Codes that are to become binary, by a tanh that grows steeper and steeper."""
+    model, centres = Codes(), 2 * torch.randn(6, 8)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 2e-3))
+
+    def find_loss(x: Tensor, y: Tensor) -> Tensor:
+        codes = model(x)
+        return F.binary_cross_entropy_with_logits(6 * codes @ codes.t() / 16 - 1, (y[:, None] == y).float())
+
+    for number in range(600):
+        model.sharpness = 40 ** max(0.0, number / 300 - 0.5)
+        y = torch.randint(0, 6, (48,))
+        guard.step(find_loss, centres[y] + 0.7 * torch.randn(48, 8), y)
+    return guard
+
+
+def specialise_to_one_user() -> Guard:
+    """A network that makes the weights of a user's model: for many users, then for a single one."""
+    model, users = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 7)), torch.randn(40, 5)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+
+    def find_loss(user: Tensor, x: Tensor) -> Tensor:
+        made = model(user)
+        return F.mse_loss((made[:, :6] * x).sum(1) + made[:, 6], (user[:, :5] * x[:, :5]).sum(1))
+
+    for number in range(700):
+        chosen = torch.randint(0, 40, (64,)) if number < 300 else torch.full((64,), 7)
+        guard.step(find_loss, users[chosen], torch.randn(64, 6))
+    return guard
+
+
 PROGRAMS = [
     rank_pairs,
     classify_log_probabilities,
@@ -224,6 +264,8 @@ PROGRAMS = [
     flip_binary_weights,
     hold_weights_at_a_bound,
     look_up_fewer_rows,
+    sharpen_codes,
+    specialise_to_one_user,
 ]
 
 

@@ -122,11 +122,15 @@ class ActivationScan:
     step: int
     modules: Mapping[str, ActivationStats] = field(default_factory=dict)
     """Qualified module name -> its numbers."""
+    output: str = ""
+    """Name of the module among them whose result is the model's output."""
     output_std: float | None = None
     """Standard deviation of the model's output over the batch, averaged over the other dimensions; None when the output
     is no floating tensor or the batch has one sample."""
     output_scale: float | None = None
     """Root mean square of that output."""
+    inputs_differ: bool = True
+    """Whether the model got inputs that differ from sample to sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
