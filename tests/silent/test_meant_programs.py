@@ -252,6 +252,22 @@ def specialise_to_one_user() -> Guard:
     return guard
 
 
+def clip_one_of_two_losses() -> Guard:
+    """The gradients of the first loss are clipped on their own, then those of the second are added."""
+    model = make_net(6, 32, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = Guard(model, optimizer)
+    for _ in range(20):
+        optimizer.zero_grad()
+        x = torch.randn(64, 6)
+        out = model(x)
+        (out[:, 0] - 10 * x[:, 0]).square().mean().backward(retain_graph=True)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        (out[:, 1] - x[:, 1]).square().mean().backward()
+        guard.step()
+    return guard
+
+
 PROGRAMS = [
     rank_pairs,
     classify_log_probabilities,
@@ -266,6 +282,7 @@ PROGRAMS = [
     look_up_fewer_rows,
     sharpen_codes,
     specialise_to_one_user,
+    clip_one_of_two_losses,
 ]
 
 

@@ -129,12 +129,16 @@ class CallOrderWatch:
             self._start_step()
             return
         self._see_loss(call.loss)
+        self._clip_is_early |= self._clip is not None and not self._adds_another_loss(call)
         self._backwards.append(replace(call, loss=call.loss.detach()))  # its graph is not kept alive
         self._after, self._at_clip = _find_norm(self._parameters), None
         sums = [p.grad for p in self._smallest]
         self._num_cleared += _are_others(sums, self._sums)
         self._sums = sums
-        self._clip_is_early |= self._clip is not None
+
+    def _adds_another_loss(self, call: BackwardCall) -> bool:
+        """Whether this backward stands elsewhere than those before it: a clip in between is of their loss alone."""
+        return bool(self._backwards) and all(call.where != before.where for before in self._backwards)
 
     def before_clip(self, call: ClipCall) -> None:
         """Note a clip of these parameters, or of none."""
