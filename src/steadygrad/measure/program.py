@@ -130,7 +130,7 @@ class ProgramWatch:
             self._try(lambda: self._restored.note_call(self._next_step - 1, is_training=is_training))
         if not is_training:
             if not self._is_inside:
-                first = next((id(tensor) for _, tensor in find_tensors(args, kwargs)), 0)
+                first = next((tensor for _, tensor in find_tensors(args, kwargs)), None)
                 self._try(self._modes.note_evaluation, self._next_step - 1, first)
             return
         if self._has_function and not self._is_inside:
