@@ -91,6 +91,8 @@ class LabelScan:
     """Offset -> share of the counted labels that equal the token so many places further on; empty without tokens."""
     is_causal: bool = False
     """Whether a mask that hides later tokens, or a recurrent layer, was seen in the graph."""
+    num_at_end: int = 0
+    """Counted labels at the last token of their row: 0 where labels that lie ahead were taken from the same tokens."""
     num_at_padding: int = 0
     """Counted labels at places that the mask calls padding."""
     num_lost_ends: int = 0
