@@ -297,6 +297,21 @@ def learn_without_labels() -> Guard:
     return guard
 
 
+def find_the_first_column() -> Guard:
+    """Contrastive learning: the positive is always in column 0, so the labels are made once."""
+    model, bank, labels = make_net(10, 32, 16), torch.randn(64, 16), torch.zeros(32, dtype=torch.long)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), 0.05))
+
+    def find_loss(one: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+        query, key = model(one), model(other).detach()
+        return F.cross_entropy(torch.cat([(query * key).sum(1, keepdim=True), query @ bank.t()], 1), labels)
+
+    for _ in range(40):
+        x = torch.randn(32, 10)
+        guard.step(find_loss, x, x + 0.2 * torch.randn(32, 10), labels)
+    return guard
+
+
 PROGRAMS = [
     rank_pairs,
     classify_log_probabilities,
@@ -314,6 +329,7 @@ PROGRAMS = [
     clip_one_of_two_losses,
     vote_by_dropout,
     learn_without_labels,
+    find_the_first_column,
 ]
 
 

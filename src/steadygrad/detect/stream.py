@@ -163,7 +163,8 @@ class SortedLabels(OnceRule[LabelScan]):
 class ConstantLabels(Remembering):
     """Every label so far is the same class, out of three or more: a column was mixed up, or a mapping lost.
 
-    Labels that the step makes itself are left out: in contrastive learning they are 0 on purpose.
+    Labels that the step makes itself, or that the program made once for all batches, are left out: in contrastive
+    learning they are 0 on purpose.
     """
 
     name = "constant_labels"

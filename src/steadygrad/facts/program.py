@@ -84,7 +84,8 @@ class LabelScan:
     num_rows: int
     """Samples in the batch."""
     is_given: bool = False
-    """Whether the labels are a tensor of the batch that was passed to the step function."""
+    """Whether the labels are a tensor of the batch that was passed to the step function, and not one that the program
+    keeps and passes beside each new batch."""
     is_reduced: bool = True
     """Whether the loss averages or adds up its elements itself, so that no mask can follow."""
     matches: Mapping[int, float] = field(default_factory=dict)
