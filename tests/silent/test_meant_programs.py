@@ -312,6 +312,53 @@ def find_the_first_column() -> Guard:
     return guard
 
 
+def meet_a_margin() -> Guard:
+    """A perceptron whose margin is met for long stretches: the loss is then the constant that it contains."""
+    model = nn.Linear(6, 1)
+    guard, truth = Guard(model, torch.optim.SGD(model.parameters(), 0.3)), torch.randn(6)
+
+    def find_loss(x: Tensor, y: Tensor) -> Tensor:
+        return (0.2 - y * model(x).squeeze(1)).clamp(min=0).mean() + 0.05
+
+    for _ in range(200):
+        x = torch.randn(400, 6)
+        x = x[(x @ truth).abs() > 2][:32]
+        guard.step(find_loss, x, (x @ truth).sign())
+    return guard
+
+
+class Flat(torch.optim.Optimizer):
+    """Takes the gradients away when backward has made them, and keeps the sum of three batches in a buffer."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.2})
+        self.sums = {p: torch.zeros_like(p) for p in self.param_groups[0]["params"]}
+        self.num_steps = 0
+        for parameter in self.sums:
+            parameter.register_post_accumulate_grad_hook(self.take)
+
+    def take(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.sums[parameter].add_(parameter.grad)
+        parameter.grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for parameter, total in self.sums.items() if self.num_steps % 3 == 0 else ():
+            parameter.add_(total, alpha=-self.param_groups[0]["lr"] / 3)
+            total.zero_()
+
+
+def keep_gradients_elsewhere() -> Guard:
+    """An optimizer that finds nothing in `p.grad` when it steps."""
+    model = make_net(6, 32, 1)
+    guard = Guard(model, Flat(model.parameters()))
+    for _ in range(60):
+        guard.step(lambda x: F.mse_loss(model(x).squeeze(1), x[:, 0] * x[:, 1]), torch.randn(64, 6))
+    return guard
+
+
 PROGRAMS = [
     rank_pairs,
     classify_log_probabilities,
@@ -330,6 +377,8 @@ PROGRAMS = [
     vote_by_dropout,
     learn_without_labels,
     find_the_first_column,
+    meet_a_margin,
+    keep_gradients_elsewhere,
 ]
 
 
