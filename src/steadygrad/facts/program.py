@@ -295,6 +295,8 @@ class StoredDataChange:
     mean: tuple[float, float]
     """Of the sampled elements: at the first scan and now."""
     std: tuple[float, float]
+    by_rows: bool
+    """Whether a single step has been seen to change some rows and leave others: those that its batch has read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
