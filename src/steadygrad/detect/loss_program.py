@@ -184,8 +184,8 @@ class ShiftedLabels(OnceRule[LabelScan]):
     """The labels of a language model are the tokens two positions ahead, or the tokens it reads.
 
     Compared with the tokens of the model's call, place by place. Labels equal to the tokens are right for an
-    autoencoder, so they are reported only for a model that cannot see later tokens. A label at the last token of each
-    row comes from further on: a forecast two places ahead is meant, where labels shifted twice have no label left there.
+    autoencoder, so they are reported only for a model that cannot see later tokens. Labels that were shifted
+    twice have none left for the last token of a row; where it has one, a forecast two places ahead is meant.
     """
 
     name = "shifted_labels"

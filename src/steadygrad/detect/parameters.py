@@ -26,8 +26,8 @@ class UnchangedParameter(Remembering):
     warning, and so is a model of which nothing has moved since the first step, or nothing moves any more although rate
     and gradient are what they were (the optimizer's step was replaced or compiled away). One that moved before has
     updates that rounding swallows (bfloat16, a small learning rate): an info, since decays end like that. An optimizer
-    that is not torch's, or that has a hook after its step, decides itself what it moves: blocks in turns, weights that a
-    bound holds, binary ones that seldom flip. Of such a one nothing is reported once it has moved anything.
+    that is not torch's, or that has a hook after its step, decides itself what it moves: blocks in turns, binary
+    weights that seldom flip, coefficients that a bound holds. Once it has moved anything, nothing of it is reported.
     """
 
     name = "unchanged_parameter"

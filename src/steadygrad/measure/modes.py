@@ -103,7 +103,7 @@ class ModeWatch:
             self._facts.append(self._read(step, is_evaluation=True))
 
     def _count_repeats(self, step: int, given: Tensor | None) -> None:
-        """Drop what was noted of evaluations that repeat one input, if only in turn with others: they draw on purpose."""
+        """Drop what was noted of evaluations that repeat an input, in a row or in turn: they draw on purpose."""
         if step != self._repeated_step:
             self._repeats, self._repeated_step = {}, step
         if given is None or not is_readable(given) or len(self._repeats) == MOST_INPUTS:

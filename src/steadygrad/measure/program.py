@@ -180,7 +180,7 @@ class ProgramWatch:
             self._note_batch(tensors, is_given=not is_loose)
 
     def _leave_out_constants(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors of a batch without those that the program passes again beside new ones: they are no data."""
+        """Return the tensors of a batch without those that the program passes again beside new ones."""
         known = {id(tensor) for one in self._last_given if (tensor := one()) is not None}
         self._last_given = [weakref.ref(tensor) for tensor in tensors]
         return [tensor for tensor in tensors if id(tensor) not in known] or tensors

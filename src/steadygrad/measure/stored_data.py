@@ -4,7 +4,8 @@ Drifting inputs alone are normal (a curriculum, a policy that improves). Only wh
 DataLoaders looked up, and a sample of the arrays they keep is compared over time: data that is only read must not
 change. An array that is overwritten (a replay buffer) has new values, unrelated to the old ones; one transformed in
 place has values that still follow the old ones. Two samples one step apart tell whether reading changes it, row by row,
-or the program changes all of it at once, as a curriculum does. Cost: mean and spread of a sample of the input every 4th step.
+or the program changes all of it at once, as a curriculum does. Cost: mean and spread of a sample of the input every
+4th step.
 """
 
 from __future__ import annotations

@@ -305,9 +305,7 @@ def _describe_backward(loss: Tensor) -> BackwardCall:
         elif name not in SAME_VALUE:
             break
         node = next((following for following, _ in node.next_functions if following is not None), None)
-    return BackwardCall(
-        loss=loss, factors=tuple(factors), num_terms=_count_terms(node), end=name, where=find_caller()
-    )
+    return BackwardCall(loss=loss, factors=tuple(factors), num_terms=_count_terms(node), end=name, where=find_caller())
 
 
 def _count_terms(node: Any) -> int:
