@@ -38,7 +38,7 @@ class CallScan:
     """Whether a clip call was given a generator with nothing left in it."""
     clip_is_early: bool = False
     """Whether the gradients were clipped before the last backward added to them, and not since; not if that one stands
-    at another line, with a loss of its own."""
+    at another line, as the backward of another loss does."""
     clip_is_of_copy: bool = False
     """Whether the only clip was given tensors with the shapes of the parameters that no optimizer holds: copies."""
     norm_of_copy: float | None = None
