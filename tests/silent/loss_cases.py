@@ -206,6 +206,34 @@ def labels_not_shifted(bug: bool) -> Built:
     return model, adam(model), train
 
 
+@case("shifted_labels", "labels shifted by the data, and again in the model")
+def labels_shifted_twice(bug: bool) -> Built:
+    model = LanguageModel()
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(model(tokens).transpose(1, 2), labels)
+
+    def train(guard: Any) -> None:
+        for tokens in sequences(6):
+            guard.step(loss, tokens[:, :-1], tokens[:, 1:] if bug else tokens[:, :-1])
+
+    return model, adam(model), train
+
+
+@case(None, "a forecast two places ahead: the last tokens have labels too")
+def two_places_ahead(bug: bool) -> Built:
+    model = LanguageModel()
+
+    def train(guard: Any) -> None:
+        for tokens in sequences(6):
+            guard.step(
+                lambda past, future: F.cross_entropy(model(past).transpose(1, 2), future), tokens[:, :-2], tokens[:, 2:]
+            )
+
+    return model, adam(model), train
+
+
 @case(None, "an encoder and a causal decoder that copy what the encoder reads, as BART is trained to")
 def copied_by_a_decoder(bug: bool) -> Built:
     class Copier(nn.Module):

@@ -132,6 +132,20 @@ def in_place_transform(bug: bool) -> Built:
     return model, adam(model, 1e-4), train
 
 
+@case(None, "a curriculum: the program lowers the contrast of the stored inputs after each epoch")
+def contrast_lowered(bug: bool) -> Built:
+    data = InPlace(bug=False)
+    model, loader = mlp(16, 16, 4), DataLoader(data, batch_size=16, shuffle=True)
+
+    def train(guard: Any) -> None:
+        for _ in range(36):
+            for x, y in loader:
+                guard.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            data.x *= 0.93
+
+    return model, adam(model, 1e-4), train
+
+
 @case("single_row", "a collate function that keeps the first sample only")
 def single_row(bug: bool) -> Built:
     model = mlp(8, 16, 4)

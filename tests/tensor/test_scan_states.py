@@ -444,8 +444,9 @@ def test_a_dropout_added_inside_a_child_is_found() -> None:
     model[0].append(nn.Dropout(0.5))
     model.eval()
     model[0][1].train()
-    watch.note_evaluation(0, first_input=1)
-    model(torch.zeros(2, 2))  # the announced forward whose end is awaited
+    x = torch.zeros(2, 2)
+    watch.note_evaluation(0, x)
+    model(x)  # the announced forward whose end is awaited
 
     scan = watch.take()[0]
     assert scan.stray == ("0.1",)

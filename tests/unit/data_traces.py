@@ -33,7 +33,14 @@ BEHIND_RELU: dict[str, Any] = {
     "highest": 2,
     "lost": 0.3,
 }
-IN_PLACE: dict[str, Any] = {"name": "Set.x", "changed_share": 1.0, "correlation": 1.0, "mean": (0, -2), "std": (1, 0.5)}
+IN_PLACE: dict[str, Any] = {
+    "name": "Set.x",
+    "changed_share": 1.0,
+    "correlation": 1.0,
+    "mean": (0, -2),
+    "std": (1, 0.5),
+    "by_rows": True,
+}
 STREAM: dict[str, Any] = {"step": 40, "tensor": "0", "num_batches": 40, "num_workers": 2, "shuffles": True}
 
 

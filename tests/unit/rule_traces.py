@@ -338,9 +338,14 @@ TROUBLE: dict[str, Trouble] = {
         facts=lambda: _scans(40, lambda t: _inputs(t, max_abs=1000.0) if t == 39 else _inputs(t)), step=39
     ),
     "all_labels_masked": Trouble(
-        facts=lambda: _scans(
-            5, lambda t: InputScan(step=t, tensors={"y": InputStats(numel=8, num_ignored=8 if t == 3 else 2)})
-        ),
+        facts=lambda: [
+            fact
+            for t in range(10)
+            for fact in (
+                InputScan(step=t, tensors={"y": InputStats(numel=8, num_ignored=8 if t == 3 else 2)}),
+                poisoned(t, math.nan) if t == 3 else reading(t),
+            )
+        ],
         step=3,
     ),
     "dead_activation": Trouble(

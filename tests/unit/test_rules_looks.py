@@ -82,6 +82,15 @@ def test_an_empty_mask_at_a_healthy_step_is_not_an_error() -> None:
     assert findings_of(rule_named("all_labels_masked"), facts) == []
 
 
+@pytest.mark.parametrize(("loss", "num_found"), [(0.0, 1), (math.nan, 1), (0.3, 0)])
+def test_labels_that_are_all_ignored_are_reported_if_the_step_has_nothing_else(loss: float, num_found: int) -> None:
+    labels = InputStats(numel=8, num_ignored=8, is_floating=False)
+    for facts in ([reading(3, loss), batch(3, y=labels)], [batch(3, y=labels), reading(3, loss)]):
+        said = findings_of(rule_named("all_labels_masked"), facts)
+
+        assert [f.severity for f in said] == [Severity.WARNING] * num_found
+
+
 def test_returns_that_are_all_zero_are_not_a_mask() -> None:
     returns = InputStats(numel=8, max_abs=1.3)
     facts: list[Fact] = [f for t in range(5) for f in (reading(t), batch(t, returns=returns))]

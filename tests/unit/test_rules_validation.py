@@ -109,7 +109,7 @@ def test_actions_far_apart_are_not_frequent() -> None:
 @pytest.mark.parametrize(("loss", "spelled"), [(math.nan, "NaN"), (math.inf, "Inf"), (-math.inf, "-Inf")])
 def test_nan_and_inf_have_one_spelling_in_every_message(loss: float, spelled: str) -> None:
     facts: dict[str, Fact] = {
-        "nonfinite_loss": reading(3, loss),
+        "nonfinite_loss": poisoned(3, loss),
         "nonfinite_validation": Validation(step=3, epoch=0, loss=loss),
         "nonfinite_epoch": EpochEnd(step=3, epoch=0, train_loss=loss),
     }

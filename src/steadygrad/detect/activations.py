@@ -83,7 +83,11 @@ class DeadActivation(Remembering):
 
 
 class SaturatedActivation(Remembering):
-    """A bounded activation sits at its bound, where its derivative is zero."""
+    """A bounded activation sits at its bound, where its derivative is zero.
+
+    No warning if its result is the model's output: a classifier that has become certain is there, and so are codes that
+    are to become binary.
+    """
 
     name = "saturated_activation"
     hears = (ActivationScan,)
@@ -99,6 +103,7 @@ class SaturatedActivation(Remembering):
             return
         shares = {name: m.saturated_share for name, m in fact.modules.items() if m.saturated_share is not None}
         high, risen, start = self._shares.feed(fact.step, shares)
+        risen = [name for name in risen if name != fact.output]
         if risen or self._info.is_due(fact.step, bool(high)):
             names = risen or high
             yield Finding(
@@ -134,7 +139,8 @@ class ConstantOutput(Remembering):
         length = self._streak.feed(fact.step, constant)
         if not constant:
             self._baseline.admit(fact.output_std)
-        fell = self._baseline.is_warm and length >= LOOKS
+        # Inputs that are all the same, as those of a single user, have the same output in a healthy model
+        fell = self._baseline.is_warm and length >= LOOKS and fact.inputs_differ
         # Two episodes: an info that was reported before must not hold back the warning
         if (self._warning.is_due(fact.step, True)) if fell else self._info.is_due(fact.step, length >= LOOKS):
             yield Finding(

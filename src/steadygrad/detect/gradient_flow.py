@@ -21,6 +21,7 @@ from steadygrad.facts import (
     Finding,
     GradientTable,
     MaskChange,
+    ModelScan,
     ParameterScan,
     PrecisionScan,
     Reading,
@@ -113,19 +114,21 @@ class DeadGradient(Remembering):
 
     Compared with the parameter's own largest share of zeros before, because embeddings and experts are always sparse.
     One that was zero from the first step on is a warning only when it is half of the model. A unit that does not fire
-    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros. When the program
-    prunes weights, what is usual is learnt again from scratch, in the layers behind them too.
+    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros. Those of an
+    embedding are the rows that the batch does not look up, however few it looks up. When the program prunes weights,
+    what is usual is learnt again from scratch, in the layers behind them too.
     """
 
     name = "dead_units"
-    hears = (Reading, MaskChange)
-    memory = ("_usual", "_doubts", "_num_steps")
+    hears = (Reading, MaskChange, ModelScan)
+    memory = ("_usual", "_doubts", "_num_steps", "_tables")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.flow
         self._usual: dict[str, float] = {}
         self._doubts: dict[str, list[float]] = {}  # name -> step where it began, steps since, share of zeros
         self._num_steps = 0
+        self._tables: set[str] = set()
 
     def passes(self, reading: Reading) -> bool:
         """Take in a plain Reading without a zero, once it is known what is usual."""
@@ -140,6 +143,8 @@ class DeadGradient(Remembering):
         """Return a finding when a parameter's units have died, at the step where they did."""
         if isinstance(fact, MaskChange):
             self._usual, self._doubts, self._num_steps = {}, {}, 0
+        if isinstance(fact, ModelScan):
+            self._tables.update(fact.tables)
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.finite_grad_norm > 0:
             return
         self._num_steps += 1
@@ -151,7 +156,7 @@ class DeadGradient(Remembering):
         pairs = enumerate(zip(zeros, table.numels)) if any(zeros) else ()
         rows = [(i, z / n) for i, (z, n) in pairs if n and z >= limit * n]
         unusual = ((table.names[i], share) for i, share in rows if self._is_unusual(table.names[i], share))
-        suspects = {name: share for name, share in unusual if share == 1.0 or not _has_live_bias(name, table, limit)}
+        suspects = {name: share for name, share in unusual if share == 1.0 or not self._is_sparse(name, table)}
         for name in [name for name in self._doubts if name not in suspects]:
             # Zeros that went away by themselves are usual from now on, as for an expert that is rarely chosen
             self._usual[name] = max(self._usual.get(name, 0.0), self._doubts.pop(name)[2])
@@ -162,6 +167,9 @@ class DeadGradient(Remembering):
         dead = [name for name, share in suspects.items() if self._count(name, share, fact.step)]
         if dead:
             yield self._describe(dead, table)
+
+    def _is_sparse(self, name: str, table: GradientTable) -> bool:
+        return name in self._tables or _has_live_bias(name, table, self._config.dead_share)
 
     def _is_unusual(self, name: str, share: float) -> bool:
         usual = self._usual.get(name)
@@ -202,16 +210,21 @@ class ZeroGradient(Remembering):
 
     Seen with adapters whose matrices are both 0, an output that is cut off (a ReLU that is dead everywhere), a loss
     that is multiplied by 0. A loss of exactly 0 is `zero_loss`, gradients that float16 cannot hold are
-    `flushed_gradient`. Cost: two comparisons a step.
+    `flushed_gradient`. Nothing is reported where the loss stays at one number, below all that had a gradient: a margin
+    is met, and the rest of the loss is a constant; nor where an optimizer that is not torch's moves weights all the
+    same: it keeps the gradients elsewhere. Cost: two comparisons a step.
     """
 
     name = "zero_gradient"
-    hears = (Reading, PrecisionScan)
-    memory = ("_streak", "_flushed", "_told")
+    hears = (Reading, PrecisionScan, ParameterScan)
+    memory = ("_streak", "_flushed", "_told", "_least", "_level", "_is_floor", "_last_scan")
 
     def __init__(self) -> None:
         self._streak, self._flushed = Streak(), Streak()
         self._told = False
+        self._least: float | None = None  # loss of a step with a gradient
+        self._level, self._is_floor = 0.0, False
+        self._last_scan = -1
 
     def passes(self, reading: Reading) -> bool:
         """Take in a plain Reading with a gradient."""
@@ -219,18 +232,25 @@ class ZeroGradient(Remembering):
             return True
         if reading.finite_grad_norm == 0.0:
             return False
-        self._streak.length = 0
+        self._admit(reading.loss)
         return True
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `NUM_ZERO` such steps in a row."""
         if isinstance(fact, PrecisionScan) and self._flushed.feed(fact.step, is_flushed(fact)) >= NUM_FLUSHED:
             self._told = True  # as `flushed_gradient`, with its cause
+        if isinstance(fact, ParameterScan):
+            self._note_moved(fact)
         if not isinstance(fact, Reading) or self._told or fact.is_nonfinite or fact.loss is None:
             return
         # Without any gradient at all it is `missing_gradient`; a loss of 0 is `zero_loss`
-        is_zero = bool(fact.gradients.names) and fact.finite_grad_norm == 0.0 != fact.loss
-        if self._streak.feed(fact.step, is_zero) < NUM_ZERO:
+        if not fact.gradients.names or fact.finite_grad_norm != 0.0 or fact.loss == 0.0:
+            self._admit(fact.loss)
+            return
+        if not self._streak.length:
+            self._level, self._is_floor = fact.loss, self._least is not None and fact.loss < self._least
+        self._is_floor &= fact.loss == self._level
+        if self._streak.feed(fact.step, True) < NUM_ZERO or self._is_floor:
             return
         self._told = True
         yield Finding(
@@ -243,6 +263,17 @@ class ZeroGradient(Remembering):
             "dead ReLU at the output, a clamp, or a weight of 0 on the loss.",
             evidence={"num_steps": NUM_ZERO, "loss": fact.loss},
         )
+
+    def _admit(self, loss: float) -> None:
+        """Take in the loss of a step that ends a row of steps without gradients."""
+        self._streak.length = 0
+        self._least = loss if self._least is None else min(self._least, loss)
+
+    def _note_moved(self, scan: ParameterScan) -> None:
+        """Stay silent where an optimizer of the program's own moved weights between two scans without any gradient."""
+        if self._streak.length and self._streak.start <= self._last_scan + 1:
+            self._told |= any(not set(names).isdisjoint(scan.changed) for names in scan.steered)
+        self._last_scan = scan.step
 
 
 class MissingGradient(Remembering):

@@ -143,7 +143,8 @@ class AllLabelsMasked(Remembering):
     """Every label of the batch is ignored: the mean loss is 0/0, or 0.
 
     Seen as integer labels that are all -100, or as a mask of zeros and ones that is all zero although it never was
-    before; the latter only when the step went wrong, and as an info when the program made a 0 of it, as it should.
+    before, and only when the step went wrong: a batch without labels may have another loss to learn from. An empty mask
+    of which the program made a 0, as it should, is an info.
     """
 
     name = "all_labels_masked"
@@ -172,24 +173,23 @@ class AllLabelsMasked(Remembering):
                 self._pairs.feed(fact, None)
                 return
         tensors = fact.tensors if isinstance(fact, InputScan) else {}
-        # Certain without a Reading: an ignored label is ignored at any loss
         labels = [name for name, t in tensors.items() if t.numel and t.num_ignored == t.numel]
         empty = [name for name, t in tensors.items() if t.numel == t.num_zeros and name in self._masks]
         # After `empty` was taken: a mask must have had a one in it at an earlier step
         self._masks.update(name for name, t in tensors.items() if t.is_binary and t.num_zeros < t.numel)
-        pair = self._pairs.feed(fact, dict.fromkeys(empty, 1))
-        is_zero = not labels and self._is_finite
-        if pair is not None and pair[0]:
-            labels = labels or list(pair[1])
-        if labels and self._episode.is_due(fact.step, True):
-            yield Finding(
-                kind=self.name,
-                severity=Severity.INFO if is_zero else Severity.WARNING,
-                step=fact.step,
-                message=f"every element of {_show(labels)} is masked, so this batch has nothing to learn from",
-                advice="Drop samples without labels (a prompt beyond the maximal length), or divide by max(1, count).",
-                evidence={"tensors": labels[:SHOWN]},
-            )
+        pair = self._pairs.feed(fact, dict.fromkeys(labels, True) | dict.fromkeys(empty, False))
+        if pair is None or not pair[0] or not self._episode.is_due(fact.step, True):
+            return
+        labels = [name for name, is_label in pair[1].items() if is_label]
+        names = labels or list(pair[1])
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING if labels or not self._is_finite else Severity.INFO,
+            step=fact.step,
+            message=f"every element of {_show(names)} is masked, so this batch has nothing to learn from",
+            advice="Drop samples without labels (a prompt beyond the maximal length), or divide by max(1, count).",
+            evidence={"tensors": names[:SHOWN]},
+        )
 
 
 def _spell(name: str) -> str:

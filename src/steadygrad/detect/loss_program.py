@@ -184,7 +184,8 @@ class ShiftedLabels(OnceRule[LabelScan]):
     """The labels of a language model are the tokens two positions ahead, or the tokens it reads.
 
     Compared with the tokens of the model's call, place by place. Labels equal to the tokens are right for an
-    autoencoder, so they are reported only for a model that cannot see later tokens.
+    autoencoder, so they are reported only for a model that cannot see later tokens. Labels that were shifted
+    twice have none left for the last token of a row; where it has one, a forecast two places ahead is meant.
     """
 
     name = "shifted_labels"
@@ -203,7 +204,8 @@ class ShiftedLabels(OnceRule[LabelScan]):
         self._is_fine |= share >= ALIGNED
         if self._is_fine or share > UNALIGNED:
             return None
-        twice, none = fact.matches.get(2, 0.0) >= ALIGNED, fact.matches.get(0, 0.0) >= ALIGNED and fact.is_causal
+        twice = fact.matches.get(2, 0.0) >= ALIGNED and not fact.num_at_end
+        none = fact.matches.get(0, 0.0) >= ALIGNED and fact.is_causal
         if not (twice or none):
             return None
         what = "the token after the next" if twice else "the token itself"

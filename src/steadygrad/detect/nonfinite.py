@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from steadygrad.detect.memory import Remembering
@@ -22,8 +23,19 @@ def spell(value: float | None) -> str:
     return f"{value}".replace("nan", "NaN").replace("inf", "Inf")
 
 
+OVERFLOWED = (
+    "Add it up in float32, or take the mean: a sum in half precision overflows while its gradient does not. If the "
+    "gradients are right as they are, call loss.backward() and then guard.step(): a loss that is not passed to the "
+    "guard is not judged."
+)
+
+
 class NonfiniteLoss(Remembering):
-    """The loss is NaN or Inf: its gradient means nothing."""
+    """The loss is NaN or Inf: its gradient means nothing.
+
+    Finite gradients do not excuse an infinite loss. Where errors are clipped, or count by their sign, weights that ran
+    away and targets of Inf have gradients of the usual size as well, so the finding only says that they are finite.
+    """
 
     name = "nonfinite_loss"
     hears_plain = False
@@ -32,12 +44,15 @@ class NonfiniteLoss(Remembering):
         """Return an error when the loss is not finite."""
         if not isinstance(fact, Reading) or not fact.loss_is_nonfinite:
             return
+        is_value_alone = fact.loss in (math.inf, -math.inf) and bool(fact.gradients.names) and not fact.num_nonfinite
         yield Finding(
             kind=self.name,
             severity=Severity.ERROR,
             step=fact.step,
-            message=f"the loss is {spell(fact.loss)}",
-            advice="Look for log(0), a division by an empty mask, every label ignored, or overflow in half precision.",
+            message=f"the loss is {spell(fact.loss)}" + (", and all gradients are finite" if is_value_alone else ""),
+            advice=OVERFLOWED
+            if is_value_alone
+            else "Look for log(0), a division by an empty mask, every label ignored, or overflow in half precision.",
             evidence={"loss": str(fact.loss)},
         )
 

@@ -25,7 +25,9 @@ class UnchangedParameter(Remembering):
     One that has never moved while others do is stuck (a copy is trained instead, or its optimizer never steps): a
     warning, and so is a model of which nothing has moved since the first step, or nothing moves any more although rate
     and gradient are what they were (the optimizer's step was replaced or compiled away). One that moved before has
-    updates that rounding swallows (bfloat16, a small learning rate): an info, since decays end like that.
+    updates that rounding swallows (bfloat16, a small learning rate): an info, since decays end like that. An optimizer
+    that is not torch's, or that has a hook after its step, decides itself what it moves: blocks in turns, binary
+    weights that seldom flip, coefficients that a bound holds. Once it has moved anything, nothing of it is reported.
     """
 
     name = "unchanged_parameter"
@@ -60,9 +62,11 @@ class UnchangedParameter(Remembering):
         # The norm of the last applied step: what is known to have been enough to move weights
         if fact.num_changed:
             self._usual_norm = self._norm
-        for name in [name for name in self._num_scans if name not in fact.unchanged]:
+        left = {name for names in fact.steered if not self._moved.isdisjoint(names) for name in names}
+        unchanged = [name for name in fact.unchanged if name not in left]
+        for name in self._num_scans.keys() - set(unchanged):
             del self._num_scans[name], self._first[name]
-        for name in fact.unchanged:
+        for name in unchanged:
             self._num_scans[name] = self._num_scans.get(name, 0) + 1
             self._first.setdefault(name, max(0, fact.step))
         still = [name for name, scans in self._num_scans.items() if scans >= self._patience]

@@ -163,7 +163,8 @@ class SortedLabels(OnceRule[LabelScan]):
 class ConstantLabels(Remembering):
     """Every label so far is the same class, out of three or more: a column was mixed up, or a mapping lost.
 
-    Labels that the step makes itself are left out: in contrastive learning they are 0 on purpose.
+    Labels that the step makes itself, or that the program made once for all batches, are left out: in contrastive
+    learning they are 0 on purpose.
     """
 
     name = "constant_labels"
@@ -245,7 +246,11 @@ class IndependentLabels(Remembering):
 
 
 class ChangedDataset(OnceRule[StoredDataChange]):
-    """The data kept in a dataset is changed each time it is read, so inputs drift from epoch to epoch."""
+    """The data kept in a dataset is changed each time it is read, so inputs drift from epoch to epoch.
+
+    A step then changes the rows that its batch reads. Data of which only the whole ever changes is left alone: the
+    program does that itself, as a curriculum that lowers the contrast after each epoch.
+    """
 
     name = "changed_dataset"
     hears = (StoredDataChange,)
@@ -261,7 +266,7 @@ class ChangedDataset(OnceRule[StoredDataChange]):
             self._counts.pop(fact.name, None)
             return None
         self._counts[fact.name] = self._counts.get(fact.name, 0) + 1
-        if self._counts[fact.name] < 2:
+        if self._counts[fact.name] < 2 or not fact.by_rows:
             return None
         return self.report(
             step=fact.step,

@@ -64,6 +64,9 @@ class ParameterScan:
     """Parameters that differ from the scan before."""
     changed: tuple[str, ...] = field(default=(), repr=False)
     """... and their names."""
+    steered: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+    """For each optimizer whose update is not torch's alone: the parameters it holds, some of which it may leave as they
+    are, because their turn has not come or because a hook puts them back to a bound."""
     norms: Mapping[str, float] = field(default_factory=dict, repr=False)
     """L2 norms of the trained parameters that have two dimensions or more; empty when they were not measured."""
     checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
@@ -119,11 +122,15 @@ class ActivationScan:
     step: int
     modules: Mapping[str, ActivationStats] = field(default_factory=dict)
     """Qualified module name -> its numbers."""
+    output: str = ""
+    """Name of the module among them whose result is the model's output."""
     output_std: float | None = None
     """Standard deviation of the model's output over the batch, averaged over the other dimensions; None when the output
     is no floating tensor or the batch has one sample."""
     output_scale: float | None = None
     """Root mean square of that output."""
+    inputs_differ: bool = True
+    """Whether the model got inputs that differ from sample to sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

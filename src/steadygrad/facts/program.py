@@ -84,13 +84,16 @@ class LabelScan:
     num_rows: int
     """Samples in the batch."""
     is_given: bool = False
-    """Whether the labels are a tensor of the batch that was passed to the step function."""
+    """Whether the labels are a tensor of the batch that was passed to the step function, and not one that the program
+    keeps and passes beside each new batch."""
     is_reduced: bool = True
     """Whether the loss averages or adds up its elements itself, so that no mask can follow."""
     matches: Mapping[int, float] = field(default_factory=dict)
     """Offset -> share of the counted labels that equal the token so many places further on; empty without tokens."""
     is_causal: bool = False
     """Whether a mask that hides later tokens, or a recurrent layer, was seen in the graph."""
+    num_at_end: int = 0
+    """Counted labels at the last token of their row: 0 where labels that lie ahead were taken from the same tokens."""
     num_at_padding: int = 0
     """Counted labels at places that the mask calls padding."""
     num_lost_ends: int = 0
@@ -292,6 +295,8 @@ class StoredDataChange:
     mean: tuple[float, float]
     """Of the sampled elements: at the first scan and now."""
     std: tuple[float, float]
+    by_rows: bool
+    """Whether a single step has been seen to change some rows and leave others: those that its batch has read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

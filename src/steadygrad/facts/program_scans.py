@@ -18,7 +18,8 @@ class CallScan:
     num_cleared: int = 0
     """Backwards of the step that found none of the gradients that the one before had left."""
     divisors: tuple[tuple[float, ...], ...] = ()
-    """For each backward: the constants that its loss was divided by (a product with 1/4 counts as 4)."""
+    """For each backward: the constants that its loss was divided by (a product with 1/4 counts as 4), but for the one
+    that makes a sum of as many terms their mean."""
     scale: float = 1.0
     """Largest power of two, of a kind that a GradScaler applies, that a loss was multiplied by."""
     end: str = ""
@@ -36,7 +37,8 @@ class CallScan:
     clip_is_spent: bool = False
     """Whether a clip call was given a generator with nothing left in it."""
     clip_is_early: bool = False
-    """Whether the gradients were clipped before the last backward added to them, and not since."""
+    """Whether the gradients were clipped before the last backward added to them, and not since; not if that one stands
+    at another line, as the backward of another loss does."""
     clip_is_of_copy: bool = False
     """Whether the only clip was given tensors with the shapes of the parameters that no optimizer holds: copies."""
     norm_of_copy: float | None = None
@@ -115,6 +117,8 @@ class ModelScan:
     frozen_head: str = ""
     """Name of the last layer, if it is frozen at its random initial values and most of the model is frozen too."""
     frozen_share: float = 0.0
+    tables: tuple[str, ...] = field(default=(), repr=False)
+    """Weights of embeddings: a step has a gradient for the rows that its batch looks up, and zeros elsewhere."""
     loads: tuple[Load, ...] = ()
     equal_units: tuple[str, ...] = ()
     """Weights whose rows began equal, have moved and are still equal after `num_steps` steps."""

@@ -9,7 +9,7 @@ the ops it sees). A failure ends the scan, never the training. Reads only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -22,6 +22,7 @@ from steadygrad.measure.rows import PIECE, PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
 from steadygrad.measure.uncompiled import uncompiled
 from steadygrad.state.modules import list_modules
+from steadygrad.state.tree import find_tensors
 
 SATURATED = 0.99
 """How far from the middle of its range, as a share of the way to the bound, an element counts as saturated."""
@@ -45,15 +46,23 @@ OUTPUT = "output:"
 class PendingActivations:
     """A scan of one forward whose numbers are still being copied."""
 
-    def __init__(self, rows: PendingRows) -> None:
-        self._rows = rows
+    def __init__(self, rows: PendingRows, output: str = "") -> None:
+        """`output`: the activation whose result is the model's output."""
+        self._rows, self._output = rows, output
 
     def read(self, step: int) -> ActivationScan:
         """Return the numbers as a scan of `step`."""
         rows = self._rows.read()
-        spread, size = rows.pop(OUTPUT, (None, None))
+        spread, size, equal = rows.pop(OUTPUT, (None, None, 0.0))
         modules = {name: ActivationStats(**_describe(row[0], row[1])) for name, row in rows.items()}
-        return ActivationScan(step=step, modules=modules, output_std=spread, output_scale=size)
+        return ActivationScan(
+            step=step,
+            modules=modules,
+            output=self._output,
+            output_std=spread,
+            output_scale=size,
+            inputs_differ=not equal,
+        )
 
 
 class ActivationWatch:
@@ -73,13 +82,17 @@ class ActivationWatch:
         self._rows: dict[str, Tensor] = {}
         self._pending = PendingRows()
         self._channels_first_dims = 4
+        self._last_result = ("", 0, 0)  # the last activation: name, address and size of its result
+        self._output = ""
 
     def __enter__(self) -> Self:
         self._rows, self._pending = {}, PendingRows()
+        self._last_result, self._output = ("", 0, 0), ""
         self._channels_first_dims = 4  # as for images, until a module shows otherwise
         if not self._handles:
             for name, module in _list_watched(self._model):
-                self._handles.append(module.register_forward_hook(functools.partial(self._observe, name)))
+                observe = functools.partial(self._observe, name)
+                self._handles.append(module.register_forward_hook(observe, with_kwargs=True))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -94,35 +107,43 @@ class ActivationWatch:
     @property
     def pending(self) -> PendingActivations:
         """Return the scan of the last forward, to be read later; entering the watch again does not affect it."""
-        return PendingActivations(self._pending)
+        return PendingActivations(self._pending, self._output)
 
     def read(self, step: int) -> ActivationScan:
         """Return the scan of the last forward, as that of `step`."""
         return self.pending.read(step)
 
     @uncompiled
-    def _observe(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+    def _observe(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not module.training or _get_current_dispatch_mode() is not None:
             return
         try:
             with torch.no_grad():
-                self._admit(name, module, output)
+                given = [tensor for _, tensor in find_tensors(args, kwargs)] if name == OUTPUT else []
+                self._admit(name, module, given, output)
         except Exception:  # measuring must never end the training
             # Allowed inside a hook: torch walks a tuple made before the first of them was called.
             self._remove_hooks()
             self._rows = {}
 
-    def _admit(self, name: str, module: nn.Module, output: Any) -> None:
+    def _admit(self, name: str, module: nn.Module, given: Sequence[Tensor], output: Any) -> None:
         values = find_output(output)
         if values is None:
             return
         if name == OUTPUT:
-            if len(values) > 1:
-                self._rows[name] = _measure_spread(values)
+            self._note_output(values, given)
             return
         dim = self._find_unit_dim(module, values.dim())
         if _is_activation(module):
             self._rows[name] = torch.stack([_measure_dead(module, values, dim), _measure_saturated(module, values)])
+            self._last_result = name, values.data_ptr(), values.numel()
+
+    def _note_output(self, values: Tensor, given: Sequence[Tensor]) -> None:
+        """Note the model's own output, and which activation made it: a view of its result counts too."""
+        name, place, size = self._last_result
+        self._output = name if (values.data_ptr(), values.numel()) == (place, size) else ""
+        if len(values) > 1:
+            self._rows[OUTPUT] = torch.cat([_measure_spread(values), _are_alike(given, values)])
 
     def _find_unit_dim(self, module: nn.Module, num_dims: int) -> int:
         """Return the dimension of the units, 1 or the last; an activation follows the module that ran before it."""
@@ -198,6 +219,13 @@ def _measure_spread(values: Tensor) -> Tensor:
     values = values if values.dtype is torch.float64 else values.float()
     scale = torch.linalg.vector_norm(values, dtype=torch.float64) / values.numel() ** 0.5
     return torch.stack([values.std(0, correction=0).mean(dtype=torch.float64), scale])
+
+
+def _are_alike(tensors: Sequence[Tensor], output: Tensor) -> Tensor:
+    """Return whether all samples of the inputs are the same, on the output's device: float64 [1]; 0 without inputs."""
+    samples = [_thin_out(t) for t in tensors if t.dim() and len(t) == len(output) and is_readable(t)]
+    alike = [(one == one[:1]).all().to(output.device, non_blocking=True) for one in samples]
+    return torch.stack(alike).all().double().reshape(1) if alike else output.new_zeros(1, dtype=torch.float64)
 
 
 def _thin_out(values: Tensor) -> Tensor:

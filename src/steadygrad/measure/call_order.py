@@ -40,8 +40,9 @@ DIVISION, BY_NUMBER, BY_TENSOR = 0.0, 1.0, 2.0
 class PendingCalls:
     """The calls before one step, with numbers that are still being copied."""
 
-    def __init__(self, rows: PendingRows, **known: Any) -> None:
-        self._rows, self._known = rows, known
+    def __init__(self, rows: PendingRows, *, num_terms: Sequence[int], **known: Any) -> None:
+        """`num_terms`: of the sum that the constants of each backward were applied to."""
+        self._rows, self._num_terms, self._known = rows, num_terms, known
 
     def read(self, reading: Reading) -> CallScan:
         """Return the scan, with the norm of the step that `reading` is about."""
@@ -51,7 +52,7 @@ class PendingCalls:
         scale = max((scale for scale in scales if _is_power_of_two(scale)), default=1.0)
         return CallScan(
             step=reading.step,
-            divisors=tuple(tuple(1.0 / v if kind and v else v for v, kind in row) for row in factors),
+            divisors=tuple(_list_divisors(row, num) for row, num in zip(factors, self._num_terms)),
             # Not the number of tokens, which is often a power of two as well.
             scale=scale if scale > 1.0 and list_live(torch.amp.GradScaler) else 1.0,
             norm_after_backward=_find_finite(rows.get("after")),
@@ -128,12 +129,16 @@ class CallOrderWatch:
             self._start_step()
             return
         self._see_loss(call.loss)
+        self._clip_is_early |= self._clip is not None and not self._adds_another_loss(call)
         self._backwards.append(replace(call, loss=call.loss.detach()))  # its graph is not kept alive
         self._after, self._at_clip = _find_norm(self._parameters), None
         sums = [p.grad for p in self._smallest]
         self._num_cleared += _are_others(sums, self._sums)
         self._sums = sums
-        self._clip_is_early |= self._clip is not None
+
+    def _adds_another_loss(self, call: BackwardCall) -> bool:
+        """Whether this backward stands elsewhere than those before it: a clip in between is of their loss alone."""
+        return bool(self._backwards) and all(call.where != before.where for before in self._backwards)
 
     def before_clip(self, call: ClipCall) -> None:
         """Note a clip of these parameters, or of none."""
@@ -187,6 +192,7 @@ class CallOrderWatch:
         clip = self._clip if self._clip is not None else self._copy_clip
         found = PendingCalls(
             send_rows(rows, self._transfer),
+            num_terms=[call.num_terms for call in self._backwards],
             num_backwards=len(self._backwards),
             num_cleared=self._num_cleared,
             end="" if last is None else last.end,
@@ -204,6 +210,16 @@ class CallOrderWatch:
         if not self._steps_left:
             stop_listening(self, to_saves=True)
         return found
+
+
+def _list_divisors(factors: Sequence[tuple[float, float]], num_terms: int) -> tuple[float, ...]:
+    """Return what the loss was divided by, without what makes a sum of `num_terms` losses their mean.
+
+    >>> _list_divisors([(4.0, DIVISION), (0.25, BY_NUMBER)], 4), _list_divisors([(4.0, DIVISION)], 1)
+    ((4.0,), (4.0,))
+    """
+    divisors = tuple(1.0 / value if kind and value else value for value, kind in factors)
+    return divisors[:-1] if num_terms > 1 and divisors[-1:] == (float(num_terms),) else divisors
 
 
 def _are_others(now: Sequence[Tensor | None], before: Sequence[Tensor | None]) -> bool:

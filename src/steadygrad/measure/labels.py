@@ -79,7 +79,7 @@ class PendingLabels:
         row = [*self._rows.read()["labels"], *[0.0] * 16]  # without tokens, the row ends early
         counted, lowest, highest, rows, causal = (int(number) for number in row[:5])
         pairs = zip(OFFSETS, row[5:11:2], row[6:11:2])
-        padded, at_padding, ends = (int(number) for number in row[11:14])
+        padded, at_padding, ends, at_end = (int(number) for number in row[11:15])
         return LabelScan(
             step=step,
             num_counted=counted,
@@ -91,6 +91,7 @@ class PendingLabels:
             is_reduced=self._is_reduced,
             matches={offset: same / total for offset, same, total in pairs if total >= 16},
             is_causal=self._is_causal or bool(causal),
+            num_at_end=at_end,
             num_at_padding=at_padding,
             num_lost_ends=ends,
             num_padded_rows=padded,
@@ -127,6 +128,7 @@ def scan_labels(
         rows, counted = target.reshape(-1, length), counted.reshape(-1, length)  # [B, T]
         numbers += _match(rows, counted, tokens.to(torch.int64))
         numbers += _look_at_padding(counted, tokens.to(torch.int64), call.mask)
+        numbers.append(counted[:, -1].sum() if length == tokens.shape[1] else _number(target, 0))
     row = torch.stack([number.to(torch.int64) for number in numbers]).double()
     is_causal = is_recurrent or any(mask is True for mask in masks)
     sent = send_rows({"labels": row}, transfer)

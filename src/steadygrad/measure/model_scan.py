@@ -92,6 +92,7 @@ class ModelWatch:
             doubled=tuple(find_doubled(self._trained)),
             frozen_head=head,
             frozen_share=share,
+            tables=tuple(name for kind in (nn.Embedding, nn.EmbeddingBag) for name, _ in _list_weights(model, kind)),
         )
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from steadygrad.facts.program import ModeScan, RandomEvaluation
 from steadygrad.measure.call_in_place import call_in_place
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.one_call import watch_one_call
+from steadygrad.measure.rows import is_readable
 from steadygrad.measure.suspicious_ops import find_caller
 from steadygrad.state.modules import list_modules
 
@@ -32,10 +34,12 @@ DONE = -1
 """In place of an input: two forwards of a block were noted."""
 MOST_CALLS = 8
 """Active dropouts that are listed."""
+MOST_INPUTS = 256
+"""Inputs between two steps that are told apart."""
 MOST = 0.5
 """Share of a module's parameters that must be trained before it is odd that all of it is in eval mode."""
 NUM_DRAWS = 3
-"""Evaluations of one input in a row that are repeated on purpose: Monte Carlo dropout, test-time averaging."""
+"""Evaluations of one input between two steps that are repeated on purpose: Monte Carlo dropout, test-time averaging."""
 
 
 class ModeWatch:
@@ -52,8 +56,9 @@ class ModeWatch:
         self._flags: list[bool] = []
         self._fresh: dict[int, bool] = {}
         self._may_listen = True
-        self._repeats = (-1, 0, 0)  # step, input, number of evaluations of it
-        self._draws_on_purpose = False
+        self._repeats: dict[tuple[Any, ...], int] = {}  # input, and how often it was evaluated since the last step
+        self._repeated_step = -1
+        self._drawn_modes: set[bool] = set()  # `training` of evaluations that are repeated on purpose
         self._num_outside = 0
 
     def note_training(self, step: int) -> None:
@@ -64,12 +69,14 @@ class ModeWatch:
         if flags != self._flags:  # else nothing has changed since the forward before
             self._flags, self._training = flags, self._read(step, is_evaluation=False)
 
-    def note_evaluation(self, step: int, first_input: int = 0) -> None:
+    def note_evaluation(self, step: int, given: Tensor | None = None) -> None:
         """Note a forward without gradients after `step`: the first of each block, and the next with another input.
 
-        And the first in eval mode: what came before it, in train mode, was not the evaluation.
+        And the first in eval mode: what came before it, in train mode, was not the evaluation. `given`: the first
+        tensor of its input.
         """
-        self._count_repeats(step, first_input)
+        self._count_repeats(step, given)
+        first_input = 0 if given is None else id(given)
         is_first = self._block[0] != step
         turns_to_eval = self._block_trains and not self._model.training
         if step < 0 or (not is_first and self._block[1] in (first_input, DONE) and not turns_to_eval):
@@ -78,7 +85,7 @@ class ModeWatch:
         scan = dataclasses.replace(self._read(step, is_evaluation=True), is_first=is_first)
         if any(getattr(layer, "momentum", 0.1) is None and layer.training for _, layer in self._layers):
             return  # torch's update_bn: statistics are measured again
-        if self._draws_on_purpose and not scan.is_training:
+        if self._model.training in self._drawn_modes:
             return
         self._facts.append(scan)
         if not scan.is_training and self._may_listen:
@@ -95,13 +102,18 @@ class ModeWatch:
         if num:
             self._facts.append(self._read(step, is_evaluation=True))
 
-    def _count_repeats(self, step: int, first_input: int) -> None:
-        """Drop what was noted of evaluations that repeat one input: their randomness is meant."""
-        last_step, last_input, num = self._repeats
-        num = num + 1 if (last_step, last_input) == (step, first_input) else 1
-        self._repeats = (step, first_input, num)
-        if num == NUM_DRAWS and not self._model.training:
-            self._draws_on_purpose = True
+    def _count_repeats(self, step: int, given: Tensor | None) -> None:
+        """Drop what was noted of evaluations that repeat an input, in a row or in turn: they draw on purpose."""
+        if step != self._repeated_step:
+            self._repeats, self._repeated_step = {}, step
+        if given is None or not is_readable(given) or len(self._repeats) == MOST_INPUTS:
+            return
+        # Held weakly by what owns the memory: a new batch may have the address of one that is gone.
+        owner = given if given._base is None else given._base
+        key = weakref.ref(owner), given.storage_offset(), given.shape
+        num = self._repeats[key] = self._repeats.get(key, 0) + 1
+        if num == NUM_DRAWS:
+            self._drawn_modes.add(self._model.training)
             self._facts = [fact for fact in self._facts if isinstance(fact, ModeScan) and not fact.is_evaluation]
 
     def end_step(self) -> None:

@@ -94,6 +94,7 @@ class ProgramWatch:
         self._is_causal_by_flags = self._tests_next_token = False
         self._unmasked: dict[int, bool] = {}
         self._given: frozenset[int] = frozenset()
+        self._last_given: list[weakref.ref[Tensor]] = []
         self._last_loss: float | None = None
         self._loss: weakref.ref[Tensor] | None = None
         self.loss_places: Mapping[str, str] = {}
@@ -130,7 +131,7 @@ class ProgramWatch:
             self._try(lambda: self._restored.note_call(self._next_step - 1, is_training=is_training))
         if not is_training:
             if not self._is_inside:
-                first = next((id(tensor) for _, tensor in find_tensors(args, kwargs)), 0)
+                first = next((tensor for _, tensor in find_tensors(args, kwargs)), None)
                 self._try(self._modes.note_evaluation, self._next_step - 1, first)
             return
         if self._has_function and not self._is_inside:
@@ -173,9 +174,16 @@ class ProgramWatch:
         tensors = list(find_tensors(args, kwargs))
         if tensors:
             # Addresses hold for this step only, while the caller holds the batch.
-            self._given = frozenset(t.data_ptr() for _, t in tensors if is_readable(t) and not t.is_floating_point())
+            data = self._leave_out_constants([tensor for _, tensor in tensors])
+            self._given = frozenset(t.data_ptr() for t in data if is_readable(t) and not t.is_floating_point())
             is_loose = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
             self._note_batch(tensors, is_given=not is_loose)
+
+    def _leave_out_constants(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors of a batch without those that the program passes again beside new ones."""
+        known = {id(tensor) for one in self._last_given if (tensor := one()) is not None}
+        self._last_given = [weakref.ref(tensor) for tensor in tensors]
+        return [tensor for tensor in tensors if id(tensor) not in known] or tensors
 
     def end_function(self) -> None:
         """The step function has returned or raised."""

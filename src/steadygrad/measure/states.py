@@ -83,6 +83,7 @@ class PendingParameterScan:
             unchanged=tuple(name for name, changed in known if not changed and name in visible),
             num_changed=sum(changed > 0 for _, changed in known),
             changed=tuple(name for name, changed in known if changed),
+            steered=self._watch.list_steered(),
             norms={s.name: row[NORM] for s, row in rows if s.is_weighed},
             checksums=_read_checksums(self._subjects, numbers[WIDTH * len(self._subjects) :]),
         )
@@ -107,6 +108,8 @@ class ParameterWatch:
         pairs = [(group, _step_length(o, group)) for o in trained.optimizers for group in o.param_groups]
         lengths = {id(p): length for group, length in pairs for p in group["params"]}
         self._lengths = {name: lengths[id(in_optimizer(p))] for name, p in trained.named}
+        names = {id(in_optimizer(p)): name for name, p in trained.named}
+        self._holdings = [(o, tuple(names[id(p)] for p in _held_by(o) if id(p) in names)) for o in trained.optimizers]
         self._weighed = {name for name, p in trained.named if id(in_optimizer(p)) not in odd}
         self._last: tuple[list[str], Tensor] | None = None  # names and hashes of the previous scan
         self._looks: dict[torch.device, Looker] = {}
@@ -190,6 +193,10 @@ class ParameterWatch:
         self._pushed = {name: push for name, push in self._pushed.items() if push[0] > step}
         self._still = set(self._groups) - self._pushed.keys()
         return pushed
+
+    def list_steered(self) -> tuple[tuple[str, ...], ...]:
+        """Return the parameters of each optimizer that may leave some of them where they are."""
+        return tuple(names for optimizer, names in self._holdings if _may_hold_still(optimizer))
 
     def drop_hashes(self) -> None:
         """Have the next scan compare with nothing."""
@@ -377,6 +384,14 @@ def _count_nonfinite(tensor: Tensor, *, infinite: bool = True) -> Tensor:
 def _step_length(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     momentum = group["momentum"] if isinstance(optimizer, torch.optim.SGD) else 1.0
     return 1 / (1 - momentum) if momentum < 1 else math.inf
+
+
+def _may_hold_still(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step may leave a parameter with a gradient where it is: torch's own update never does."""
+    kinds = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim."))
+    is_torchs = any(kind is not torch.optim.Optimizer for kind in kinds)
+    # As set by register_step_post_hook(): a hook there may clamp weights, or put some back.
+    return not is_torchs or bool(getattr(optimizer, "_optimizer_step_post_hooks", None))
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -3,7 +3,9 @@
 Drifting inputs alone are normal (a curriculum, a policy that improves). Only when they drift are the datasets of live
 DataLoaders looked up, and a sample of the arrays they keep is compared over time: data that is only read must not
 change. An array that is overwritten (a replay buffer) has new values, unrelated to the old ones; one transformed in
-place has values that still follow the old ones. Cost: mean and spread of a sample of the input every 4th step.
+place has values that still follow the old ones. Two samples one step apart tell whether reading changes it, row by row,
+or the program changes all of it at once, as a curriculum does. Cost: mean and spread of a sample of the input every
+4th step.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class StoredDataWatch:
         self._first: list[tuple[float, float]] = []
         self._last: list[tuple[float, float]] = []
         self._samples: dict[str, tuple[Tensor, Tensor]] = {}
+        self._unread: dict[str, Tensor] = {}  # samples of the last look, until the step after it
+        self._by_rows: set[str] = set()
         self._next_look, self._num_looks = -1, 0
         self._is_over = False
 
@@ -79,6 +83,8 @@ class StoredDataWatch:
                     self._admit(*rows.read()["input"])
             if self._next_look < 0 and self._drifts():
                 self._next_look = step
+            if self._unread and step > self._next_look - GAP:
+                self._compare_rows()
             return list(self._look(step)) if 0 <= self._next_look <= step else []
         except Exception:  # an unusual dataset: likewise
             self._is_over = True
@@ -101,6 +107,17 @@ class StoredDataWatch:
             return False
         return abs(now - mean) > DRIFT * std or abs(math.log(max(spread, 1e-30) / std)) > DRIFT
 
+    def _compare_rows(self) -> None:
+        """Note the arrays of which one step has changed some rows, and not all."""
+        before, self._unread = self._unread, {}
+        for name, array in find_stored():
+            sample, last = _take_sample(array), before.get(name)
+            if sample is None or last is None or last.shape != sample.shape:
+                continue
+            has_changed = (sample != last).any(1)
+            if bool(has_changed.any()) and not bool(has_changed.all()):
+                self._by_rows.add(name)
+
     def _look(self, step: int) -> Iterator[StoredDataChange]:
         """Compare samples of the stored arrays with those of the look before."""
         self._next_look, self._num_looks = step + GAP, self._num_looks + 1
@@ -111,7 +128,7 @@ class StoredDataWatch:
             if sample is None:
                 continue
             first, last = before.get(name, (sample, sample))
-            self._samples[name] = (first, sample)
+            self._samples[name], self._unread[name] = (first, sample), sample
             if last.shape != sample.shape or torch.equal(last, sample):
                 continue
             yield StoredDataChange(
@@ -121,6 +138,7 @@ class StoredDataWatch:
                 correlation=_correlate(last, sample),
                 mean=(float(first.mean()), float(sample.mean())),
                 std=(float(first.std()), float(sample.std())),
+                by_rows=name in self._by_rows,
             )
         self._is_over |= not self._samples
 

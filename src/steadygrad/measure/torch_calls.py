@@ -52,6 +52,8 @@ class BackwardCall:
     loss: Tensor
     factors: tuple[Factor, ...]
     """Constants applied to the loss, the last one first."""
+    num_terms: int = 1
+    """Terms of the sum behind them; 1 if they were not applied to a sum."""
     end: str
     """The operation behind them, such as 'NllLoss'."""
     where: str
@@ -303,7 +305,20 @@ def _describe_backward(loss: Tensor) -> BackwardCall:
         elif name not in SAME_VALUE:
             break
         node = next((following for following, _ in node.next_functions if following is not None), None)
-    return BackwardCall(loss=loss, factors=tuple(factors), end=name, where=find_caller())
+    return BackwardCall(loss=loss, factors=tuple(factors), num_terms=_count_terms(node), end=name, where=find_caller())
+
+
+def _count_terms(node: Any) -> int:
+    """Return how many terms `a + b + ...` adds up, at most `MAX_CHAIN` additions deep; 1 for anything else."""
+    waiting, num_terms, num_sums = [node], 0, 0
+    while waiting:
+        one = waiting.pop()
+        if type(one).__name__.startswith("AddBackward") and num_sums < MAX_CHAIN:
+            num_sums += 1
+            waiting += [following for following, _ in one.next_functions if following is not None]
+        else:
+            num_terms += 1
+    return num_terms
 
 
 def _find_constant(node: Any) -> Tensor | None:
