@@ -123,14 +123,17 @@ class HostAdam:
 
     def _collect(self) -> list[_Lists] | None:
         """Return the lists of each group; None where one of them is not the plain case."""
-        found, num_elements = [], 0
-        for group in self._optimizer.param_groups:
+        groups = self._optimizer.param_groups
+        # First: it is all that a step of a large model pays here.
+        if sum(sum(map(Tensor.numel, group["params"])) for group in groups) > MAX_ELEMENTS:
+            return None
+        found = []
+        for group in groups:
             lists = self._collect_group(group)
             if lists is None:
                 return None
-            num_elements += sum(map(Tensor.numel, lists.params))
             found.append(lists)
-        return found if num_elements <= MAX_ELEMENTS else None
+        return found
 
     def _collect_group(self, group: dict[str, Any]) -> _Lists | None:
         params = group["params"]
