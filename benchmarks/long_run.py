@@ -49,7 +49,7 @@ WARM_UP = 12
 TURNS = {"cuda": 250, "cpu": 130}
 """Steps of one way before the next way's turn."""
 SAME_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
-"""Has glibc keep the memory that a step frees. Otherwise it returns some of it in every step and maps it again: 2,000 to
+"""Has glibc keep the memory that a step frees. Otherwise it returns some of it in every step and maps it again: up to
 6,000 page faults a step of GPT 10M, as the heap happens to lie, which moves the time of equal processes by 4 %."""
 POOL = 16
 """Number of different batches."""
