@@ -6,7 +6,7 @@ its own model and optimizer and, if guarded, a new Guard with every default, inc
 take turns. On CUDA the variants of one model share a process, and a step is timed between two events. In turns of 250
 steps, snapshot memory is pinned during guarded steps only: the plain steps that follow wait until pinning has finished.
 In turns of 50, pinning slows the plain steps too. On the CPU each variant has its own process, so that one can be
-`steadygrad run`, and a step is timed in CPU seconds of that process, which other programs affect little; glibc is told
+`steadygrad run`, and a step is timed in CPU seconds of that process, which other programs affect little; glibc is set
 to keep freed memory, since what it does otherwise differs from process to process by more than what is measured. A turn
 begins with cold caches, so its length does not divide the hundred steps between two scans: otherwise every scan would
 find cold caches, unlike in a real run. `worst ten` is the slowest stretch of ten consecutive steps; a ratio below 1

@@ -35,7 +35,7 @@ DONE = -1
 MOST_CALLS = 8
 """Active dropouts that are listed."""
 MOST_INPUTS = 256
-"""Inputs between two steps that are told apart."""
+"""Inputs between two steps that are counted."""
 MOST = 0.5
 """Share of a module's parameters that must be trained before it is odd that all of it is in eval mode."""
 NUM_DRAWS = 3
