@@ -12,8 +12,8 @@ begins with cold caches, so its length does not divide the hundred steps between
 find cold caches, unlike in a real run. `worst ten` is the slowest stretch of ten consecutive steps; a ratio below 1
 means that the plain run stalled once itself, as 774M did (one step of 322 ms): compare with its median there. Eager
 training needs most of the host's time, so a host that other programs slow down makes some steps late, and with a Guard
-more of them. `124M eager` was therefore run twice: 1000 steps beside such a host, as its plain rows show, and 250 steps
-beside a quiet one (`again`).
+more of them. `124M eager` was therefore run three times: twice 1000 steps beside such a host, as the plain rows show,
+of which the slower one is here, and 250 steps beside a quiet one (`again`). 774M was measured a day before the others.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """

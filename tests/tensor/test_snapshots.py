@@ -721,3 +721,15 @@ def test_only_nonfinite_values_disqualify_a_snapshot(value: float) -> None:
     assert snapshots.take(1)
     assert bool(snapshots.healthy_step(1)) is not math.isfinite(value)
     assert (snapshots.newest_good == 1) is math.isfinite(value)
+
+
+def test_a_parameter_that_was_finite_once_is_not_excused_any_more() -> None:
+    model = nn.Linear(2, 2)
+    snapshots = Snapshots(model, [torch.optim.SGD(model.parameters())], config=EAGER)
+    snapshots.excuse(lambda: {"weight"})
+    assert snapshots.take(0)
+    assert snapshots.healthy_step(0) == []
+    with torch.no_grad():
+        model.weight[0, 0] = math.nan
+    assert snapshots.take(1)
+    assert snapshots.healthy_step(1) == ["the snapshot of step 1 was dropped, it is not finite: parameter weight"]

@@ -196,7 +196,7 @@ class PinnedMemory:
 
 
 def _stop(thread: threading.Thread, is_stopped: threading.Event, is_awaited: threading.Event) -> None:
-    """End a thread of `prepare` after the block that it is at: 10 to 50 ms."""
+    """End a thread of `prepare`, after the block that it is at."""
     is_stopped.set()
     is_awaited.set()  # ends a pause
     if thread is not threading.current_thread():  # the last reference may go on that thread

@@ -160,8 +160,10 @@ class SnapshotRing:
             elif name in self._were_finite or must_be_finite:
                 bad.append(name)
         if bad:
-            meant = {prefix + name for name in self.list_meant() for prefix in (PARAMETER, BUFFER)}
-            bad = [name for name in bad if name not in meant]
+            meant = self.list_meant()
+            # A parameter that was finite once is no longer excused; a metric comes and goes.
+            given = {PARAMETER + name for name in meant} - self._were_finite
+            bad = [name for name in bad if name not in given | {BUFFER + name for name in meant}]
         snapshot.finite = not bad
         return bad
 

@@ -116,12 +116,9 @@ class PeriodicScans:
         self.num_since = 0
         """Number of optimizer steps since the weights were initialised or replaced."""
         self._given_nonfinite: frozenset[str] | None = None
-        self.meant_nonfinite: frozenset[str] = frozenset()
-        """The same, once a finite step has shown that they do no harm: transitions that are -inf, an unread memory.
-
-        And buffers other than a norm's statistics that were NaN in a scan, and that the next step did not read either.
-        """
-        self._doubtful_buffers: frozenset[str] = frozenset()
+        self._meant_parameters: frozenset[str] = frozenset()
+        self._meant_buffers: frozenset[str] = frozenset()
+        self._doubtful_buffers: frozenset[str] = frozenset()  # NaN in the last scan: does the next step read them?
         self._born_nonfinite: frozenset[str] = frozenset()
 
     def compile(self) -> None:
@@ -169,6 +166,14 @@ class PeriodicScans:
         if not self._is_ranked:  # several ranks read when they judge the step, all at the same point
             self._read_opening()
         return self._given_nonfinite
+
+    @property
+    def meant_nonfinite(self) -> frozenset[str]:
+        """Those parameters, once a finite step has shown that they do no harm: transitions that are -inf.
+
+        And buffers other than a norm's statistics that were NaN in a scan and did not harm the next step either.
+        """
+        return self._meant_parameters | self._meant_buffers
 
     @property
     def born_nonfinite(self) -> frozenset[str]:
@@ -265,8 +270,10 @@ class PeriodicScans:
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step
-        if (self._given_nonfinite or self._doubtful_buffers) and not reading.is_nonfinite:
-            self.meant_nonfinite |= (self._given_nonfinite or frozenset()) | self._doubtful_buffers
+        if self._given_nonfinite and not reading.is_nonfinite:
+            self._meant_parameters = self._given_nonfinite
+        if self._doubtful_buffers and not reading.is_nonfinite:
+            self._meant_buffers |= self._doubtful_buffers
             self._doubtful_buffers = frozenset()
         if self._num_masks != masks.count_masks():
             self._num_masks = masks.count_masks()

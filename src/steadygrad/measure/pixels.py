@@ -131,7 +131,7 @@ def _look_at_grids(values: Tensor) -> Tensor:
     """
     whole = values.round()
     fits = ((values - whole).abs() < NEAR) & (whole >= 0) & (whole <= 255)
-    # A mark for each value that is there takes a tenth of the time of a sort. The last column is for all others.
+    # Marks for the values that are there: quicker than to sort them. The last column is for all others.
     seen = values.new_zeros(len(values), 257).scatter_(1, torch.where(fits, whole, 256.0).long(), 1.0)
     return torch.stack([fits.double().mean(1), seen[:, :256].sum(1)], 1).flatten()
 

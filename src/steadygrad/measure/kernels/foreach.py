@@ -3,9 +3,10 @@
 On the CPU one pass is really one: the gradient is walked in pieces that stay in cache while cheap reductions read them
 (BLAS dot, the least and the largest magnitude; if the least is 0, a dot of the signs, which counts nonzeros in half of
 `count_nonzero`'s time), and the expensive questions (how many NaN, is it an overflowed square) are asked only of a
-tensor whose sum of squares is not an ordinary number. Where torch has one thread, numpy's reductions take two thirds of
-the time, or half where there are zeros. On other devices nothing may be read back, so every question is asked always. A
-BLAS dot is also far more accurate than `_foreach_norm` on the CPU, which sums serially (4e-4 off at 10M elements).
+tensor whose sum of squares is not an ordinary number. Where torch has one thread, numpy's reductions take three
+quarters of the time, and little more than half where there are zeros. On other devices nothing may be read back, so
+every question is asked always. A BLAS dot is also far more accurate than `_foreach_norm` on the CPU, which sums
+serially (4e-4 off at 10M elements).
 """
 
 from __future__ import annotations
