@@ -13,6 +13,7 @@ from torch.optim import adam as torchs
 from torch.optim import optimizer as optimizers
 
 from steadygrad import Guard
+from steadygrad.act import host_adam
 from steadygrad.act.host_adam import HostAdam
 
 NUM_STEPS = 12
@@ -179,11 +180,56 @@ def test_a_torch_with_a_different_adam_uses_its_own_step(monkeypatch: pytest.Mon
     pair.assert_equal()
 
 
-def test_a_large_model_uses_torchs_step(torchs_calls: list[int]) -> None:
-    pair = Pair(lambda model: torch.optim.AdamW(model.parameters()), lambda: nn.Linear(1 << 10, 1 << 10))
-    for step in range(4):
+def make_large_model() -> nn.Module:
+    """One tensor larger than a batch, some of more than half a batch, and many small ones."""
+    torch.manual_seed(0)
+    wide = nn.Conv2d(300, 300, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return nn.Sequential(wide, *(nn.Linear(400, 401) for _ in range(3)), *(nn.Linear(30, 33) for _ in range(40)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}], ids=repr)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_large_model_is_updated_in_batches_to_the_same_bits(
+    kind: Any, settings: dict[str, Any], num_threads: int, torchs_calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+
+    def listen(lists: Any) -> None:
+        batches.append(sum(p.numel() for p in lists.params))
+        update(lists)
+
+    update = host_adam._update
+    monkeypatch.setattr(host_adam, "_update", listen)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        pair = Pair(lambda model: kind(model.parameters(), **settings), make_large_model)
+        for step in range(4):
+            pair.step(step)
+            pair.assert_equal()
+    finally:
+        torch.set_num_threads(before)
+    assert len(torchs_calls) == 4 + 2
+    # The compared sample, then two steps: the convolution, its bias with a linear layer, the next one, the rest.
+    assert len(batches) == 1 + 2 * 4
+    assert sum(batches[1:]) == 2 * sum(p.numel() for p in pair.models[0].parameters())
+
+
+def test_weights_that_share_their_last_elements_use_torchs_step(torchs_calls: list[int]) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        shared, model = torch.randn(400, 500), nn.Module()
+        # From its 251st row on, the second reaches into the first: behind the elements that are compared.
+        model.first = nn.Parameter(shared[:, :100])
+        model.second = nn.Parameter(shared.as_strided((300, 100), (499, 1), 350))
+        return model
+
+    pair = Pair(lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3), make)
+    for step in range(5):
         pair.step(step)
-    assert len(torchs_calls) == 8
+        pair.assert_equal()
+    assert len(torchs_calls) == 10, "the samples are equal, but the tensors overlap behind them"
 
 
 def test_an_unreadable_state_uses_torchs_step(torchs_calls: list[int]) -> None:
