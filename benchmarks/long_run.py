@@ -7,13 +7,14 @@ take turns. On CUDA the variants of one model share a process, and a step is tim
 steps, snapshot memory is pinned during guarded steps only: the plain steps that follow wait until pinning has finished.
 In turns of 50, pinning slows the plain steps too. On the CPU each variant has its own process, so that one can be
 `steadygrad run`, and a step is timed in CPU seconds of that process, which other programs affect little; glibc is set
-to keep freed memory, since what it does otherwise differs from process to process by more than what is measured. A turn
-begins with cold caches, so its length does not divide the hundred steps between two scans: otherwise every scan would
-find cold caches, unlike in a real run. `worst ten` is the slowest stretch of ten consecutive steps; a ratio below 1
-means that the plain run stalled once itself, as 774M did (one step of 322 ms): compare with its median there. Eager
-training needs most of the host's time, so a host that other programs slow down makes some steps late, and with a Guard
-more of them. `124M eager` was therefore run three times: twice 1000 steps beside such a host, as the plain rows show,
-of which the slower one is here, and 250 steps beside a quiet one (`again`). 774M was measured a day before the others.
+to keep freed memory, and all memory is touched beforehand, since what happens otherwise differs from process to process
+by more than what is measured. A turn begins with cold caches, so its length does not divide the hundred steps between
+two scans: otherwise every scan would find cold caches, unlike in a real run. `worst ten` is the slowest stretch of ten
+consecutive steps; a ratio below 1 means that the plain run stalled once itself, as 774M did (one step of 322 ms):
+compare with its median there. Eager training needs most of the host's time, so a host that other programs slow down
+makes some steps late, and with a Guard more of them. `124M eager` was therefore run three times: twice 1000 steps
+beside such a host, as the plain rows show, of which the slower one is here, and 250 steps beside a quiet one (`again`).
+774M was measured a day before the others.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """
@@ -25,6 +26,7 @@ import contextlib
 import gc
 import itertools
 import json
+import mmap
 import os
 import resource
 import statistics
@@ -43,6 +45,8 @@ from torch import Tensor, nn
 from machine import describe_machine, write_results
 from models import GPT, SHAPES
 from steadygrad import Guard, GuardConfig, SnapshotConfig
+from steadygrad.act.host_memory import find_free_bytes
+from steadygrad.act.pinned_memory import PAGE, map_pages
 
 WARM_UP = 12
 """Unguarded steps before a Guard is created: compiling, autotuning and creating the optimizer's state."""
@@ -51,6 +55,10 @@ TURNS = {"cuda": 250, "cpu": 130}
 SAME_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """Has glibc keep the memory that a step frees. Otherwise it returns some of it in every step and maps it again: up to
 6,000 page faults a step of GPT 10M, as the heap happens to lie, which moves the time of equal processes by 4 %."""
+TOUCHED = 0.8
+"""Share of the free memory that is touched beforehand. A virtual machine may get its memory from its host only when a
+page is first touched, 2.5 ms for each MB on the machine of these results, so that a process paid for memory or did not,
+depending on what had run before."""
 POOL = 16
 """Number of different batches."""
 
@@ -64,6 +72,7 @@ class Scenario:
     compile: str | None = None
     """torch.compile's mode, or None for eager."""
     steps: int = 1000
+    quick_steps: int = 100
 
 
 def make_gpt(name: str, heads: int, context: int) -> Callable[[str], nn.Module]:
@@ -110,7 +119,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     "cpu": {
         "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64)),
         "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32)),
-        "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), steps=300),
+        "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), quick_steps=30),
     },
 }
 
@@ -290,6 +299,14 @@ class Child:
         return measured
 
 
+def touch_memory() -> None:
+    """Have the system get its memory once, and free it again."""
+    size = int(TOUCHED * find_free_bytes()) // PAGE * PAGE
+    pages = torch.frombuffer(map_pages(size), dtype=torch.uint8)
+    for start in range(0, size, PAGE):
+        pages[start : start + PAGE : mmap.PAGESIZE] = 1
+
+
 def run_on_cpu(scenario: str, steps: int, without: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return times, findings and memory of each way."""
     with tempfile.TemporaryDirectory() as folder:
@@ -367,7 +384,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="scenarios whose name has this in it")
     parser.add_argument("--steps", type=int, default=0, help="instead of the scenario's own number")
     parser.add_argument("--without", action="append", default=[], choices=[*WAYS], help="a way to leave out")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the steps; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps or less; nothing is written")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--way", default="plain", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -375,11 +392,13 @@ def main() -> None:
         torch.set_num_threads(1)
         serve(SCENARIOS["cpu"][args.serve], args.way)
         return
-    print(describe_machine())
+    print(describe_machine(), flush=True)
+    if args.device == "cpu" and not args.quick:
+        touch_memory()
     table = {}
     for name, scenario in SCENARIOS[args.device].items():
         if args.only in name:
-            steps = args.steps or (scenario.steps // 10 if args.quick else scenario.steps)
+            steps = args.steps or (scenario.quick_steps if args.quick else scenario.steps)
             table[name] = run_scenario(name, args.device, steps, args.without)
             write_results(f"long_run_{args.device}", table, quick=args.quick or bool(args.only))
     print("\nwritten:", write_results(f"long_run_{args.device}", table, quick=args.quick or bool(args.only)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -28,6 +30,7 @@ from steadygrad.state.random_state import capture_random, restore_random
 
 Make = Callable[[Any], torch.optim.Optimizer]
 EAGER = SnapshotConfig(good_after=1)
+SMAPS = Path("/proc/self/smaps")
 
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -488,6 +491,20 @@ def test_if_none_fits_snapshots_are_off_and_this_is_reported() -> None:
     assert "one would take 320 bytes" in snapshots.describe()
     with pytest.raises(UsageError, match=r"snapshots are off, because one would take .*max_bytes"):
         snapshots.restore()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
+def test_large_snapshots_on_the_cpu_ask_for_huge_pages() -> None:
+    tensor = torch.randn(3 << 20)
+    (host,) = PinnedMemory(pinned=False).make_room([Source(tensor, late=True)])
+    # A mapping and its flags: 7f6fd1000000-7f6fd1c00000 rw-p ..., then lines of numbers, then VmFlags: rd wr ... hg
+    mappings = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:([a-z ]*)", SMAPS.read_text(), re.MULTILINE | re.DOTALL
+    )
+    flags = [flags for start, end, flags in mappings if int(start, 16) <= host.data_ptr() < int(end, 16)]
+    assert [" hg " in one for one in flags] == [True]
+    host.copy_(tensor)
+    assert torch.equal(host, tensor)
 
 
 @pytest.mark.parametrize("slowly", [False, True])

