@@ -28,6 +28,14 @@ def test_young_objects_are_found_and_old_ones_left_out() -> None:
     assert any(one is old for one in list_live(Thing))
 
 
+def test_an_exact_search_leaves_out_subclasses() -> None:
+    plain, derived = Thing(), Derived()
+    assert {id(plain), id(derived)} <= set(map(id, list_live(Thing)))
+    found = list_live(Thing, is_exact=True)
+    assert any(one is plain for one in found)
+    assert all(type(one) is Thing for one in found)
+
+
 def test_searches_take_a_bounded_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_objects, "_seconds", 0.0)
     assert is_affordable()

@@ -168,7 +168,7 @@ def find_copies(model: nn.Module) -> list[nn.Module]:
         return []
     kind, own = type(model), {id(module) for module in model.modules()}
     shapes = _list_shapes(model)
-    found = [thing for thing in list_live(kind) if type(thing) is kind and id(thing) not in own][:MOST_SEEN]
+    found = [thing for thing in list_live(kind, is_exact=True) if id(thing) not in own][:MOST_SEEN]
     return [module for module in found if _is_copy(module, shapes)]
 
 
