@@ -57,6 +57,8 @@ class Plan:
         self.length = HEADER + NUM_COLUMNS * len(self.names)
         self.addresses: list[int] = []
         self.dtypes: list[torch.dtype] = []
+        self.kinds: list[object] = []
+        """Class, dtype, device and layout of each gradient that the kernels read."""
         self.is_single_precision = True
         """Whether every gradient is fp32: then scaling before or inside an optimizer's kernel gives the same bits."""
         self.triton: _triton.Plan | None = None

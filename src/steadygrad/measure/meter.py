@@ -44,6 +44,7 @@ MIN_TRITON = (3, 6)
 _gradient = operator.attrgetter("grad")
 _address = Tensor.data_ptr
 _size = Tensor.numel
+_kind = operator.attrgetter("__class__", "dtype", "device", "layout")
 
 
 class Meter:
@@ -224,10 +225,14 @@ class Meter:
         if last is not None and last.triton is not None and len(last.parameters) == len(self._parameters):
             try:  # most likely the same gradients at the same addresses as before: two quick passes over the list
                 grads = list(map(_gradient, last.parameters))
+                addresses = list(map(_address, grads))
                 # Sizes too: the allocator gives a gradient that shrank (`p.data = ...`) the same memory again, and the
                 # kernels would write beyond its end.
-                if list(map(_address, grads)) == last.addresses and list(map(_size, grads)) == last.sizes:
-                    return last, last.addresses
+                if list(map(_size, grads)) == last.sizes and (
+                    addresses == last.addresses or _are_alike(grads, last.kinds)
+                ):
+                    last.addresses = addresses
+                    return last, addresses
             except (TypeError, RuntimeError, NotImplementedError):
                 pass  # one is missing, or sparse
         return self._look_again()
@@ -353,11 +358,17 @@ def _prepare_triton(plan: Plan, grads: list[Tensor]) -> None:
         for g in grads
     )
     plan.addresses = [g.data_ptr() for g in grads] if plain else []
+    plan.kinds = list(map(_kind, grads)) if plain else []
     dtypes = [g.dtype for g in grads] if plain else []
     # Not for new addresses, which are sent at each step: building a plan sends several tables to the device.
     if dtypes != plan.dtypes:
         plan.dtypes, plan.is_single_precision = dtypes, all(dtype is torch.float32 for dtype in dtypes)
         plan.triton = triton.Plan(grads) if plain else None
+
+
+def _are_alike(grads: list[Tensor], kinds: list[object]) -> bool:
+    """Whether gradients at new addresses, as in most eager steps, are what the kernels were made for."""
+    return list(map(_kind, grads)) == kinds and all(map(Tensor.is_contiguous, grads))
 
 
 def _summarise(m: Measurement, table: Tensor, loss: Tensor | None, max_norm: float | None) -> None:
