@@ -256,12 +256,17 @@ class PeriodicScans:
         self._program.after_optimizer(step)
         if self._is_due(step, gaps_before=1):
             looks.rms = self._adam.measure()
-        due = self._is_due(step, gaps_before=2) or (self._every > 0 and self.num_since == FIRST_STEPS)
-        if due:
-            # A collective with several ranks: due by step numbers alone, which are the same on all.
-            looks.weights = self._weights.begin()
+        if self._is_due(step, gaps_before=2) or (self._every > 0 and self.num_since == FIRST_STEPS):
+            with walk_once():  # by both
+                # A collective with several ranks: due by step numbers alone, which are the same on all.
+                looks.weights = self._weights.begin()
+                self._scan_program(step, looks, is_due=True)
+        else:
+            self._scan_program(step, looks, is_due=False)
+
+    def _scan_program(self, step: int, looks: Looks, *, is_due: bool) -> None:
         if self._program_scans is not None and looks.program_scans is not None:
-            self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=due)
+            self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=is_due)
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
