@@ -31,7 +31,8 @@ class Circumstances:
 
         Clips and divisions change gradients too, but they keep a NaN. Reads the losses: call it after a bad one only.
         """
-        return all(loss.left_nan or bool(loss.value.isfinite()) for loss in self.losses)
+        # The bad loss may be another rank's, and all must come to the same verdict.
+        return not self.has_many_ranks and all(loss.left_nan or bool(loss.value.isfinite()) for loss in self.losses)
 
     def add_up_losses(self) -> Tensor | None:
         """Return the loss of the step, without its scale, on the device where it was computed."""
