@@ -111,7 +111,7 @@ class PeriodicScans:
         self._num_masks = masks.count_masks()
         self._edits = edits
         self._edited: int | None = None
-        self._is_edited = False  # since the last scan of the weights
+        self._scanned_at = -1
         self._has_begun = False
         self.num_since = 0
         """Number of optimizer steps since the weights were initialised or replaced."""
@@ -259,9 +259,15 @@ class PeriodicScans:
         due = self._is_due(step, gaps_before=2) or (self._every > 0 and self.num_since == FIRST_STEPS)
         if due:
             # A collective with several ranks: due by step numbers alone, which are the same on all.
-            looks.weights = self._weights.begin()
+            looks.weights = self._weights.begin(is_edited=self._were_edited(step))
         if self._program_scans is not None and looks.program_scans is not None:
             self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=due)
+
+    def _were_edited(self, step: int) -> bool:
+        """Return whether the program has changed weights since the previous scan; this one is after `step`."""
+        last, since = None if self._edits is None else self._edits.last, self._scanned_at
+        self._scanned_at = step
+        return last is not None and since < last <= step
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
@@ -282,7 +288,6 @@ class PeriodicScans:
         if edited is not None and edited <= step and edited != self._edited:
             self._edited = edited
             facts.append(MaskChange(step=step))
-            self._is_edited = True
         if looks.graph is not None:
             facts.append(looks.graph)
         if self._graph_scan is not None:
@@ -296,11 +301,8 @@ class PeriodicScans:
         if looks.activations is not None:
             facts.append(looks.activations.read(step))
         if looks.weights is not None:
-            # One rank's program may have written what another's has not, and all must come to the same verdict.
-            is_edited = self._is_edited and not self._is_ranked and not reading.is_nonfinite
-            scan = dataclasses.replace(looks.weights.read(step), is_edited=is_edited)
-            facts.append(scan)
-            self._is_edited = False
+            scan = looks.weights.read(step)
+            facts.append(dataclasses.replace(scan, is_edited=scan.is_edited and not reading.is_nonfinite))
             self._doubtful_buffers = frozenset(name for name in scan.nonfinite_buffers if not is_statistic(name))
         elif reading.is_nonfinite:
             # A collective with several ranks: their Readings are equal, so all of them scan.

@@ -346,6 +346,7 @@ class Session:
         return watch
 
     def _step(self, watch: Watch, make: functools.partial[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._ours(watch.begin_step)
         if callable(kwargs.get("closure", args[0] if args else None)):
             from steadygrad.adapters.scripts.closures import step_with_closure
 

@@ -52,6 +52,7 @@ from steadygrad.facts import Action, Cause, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.judgement.raised import describe_raised
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
+from steadygrad.measure.edits import EditWatch
 from steadygrad.measure.gradient_access import hold_nan
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.measure.program import ProgramWatch
@@ -129,6 +130,7 @@ class Watch:
         )  # fmt: skip
         self._began_on: tuple[int, ...] = ()
         self._forward_scans: ForwardScans | None = None
+        self._edits: EditWatch | None = None
         self._num_without_gradients = self._num_forgotten = 0
         self._taken_over_at = 0
         self._record: Record | None = None
@@ -205,6 +207,11 @@ class Watch:
         """Note that the script has clipped; `norm` is the norm it found."""
         if self._clipped is not None:
             self._clipped.norm, self._clipped.max_norm = norm, float(max_norm)
+
+    def begin_step(self) -> None:
+        """Called when the optimizer is about to step, before a closure runs: what changed until now, the script did."""
+        if self._edits is not None:
+            self._edits.before_optimizer(self._step)
 
     def measure(self, around: Circumstances, make: Callable[[], Any] | None = None) -> bool:
         """Measure the gradients as the optimizer will get them; return whether the step must be skipped.
@@ -314,6 +321,8 @@ class Watch:
         else:
             self._buffers.accept()
         if not skipped:
+            if self._edits is not None:
+                self._edits.after_optimizer(reading.step)
             self._periodic_scans.after_optimizer(reading.step, looks)
             self._uncleared.after_step()
         self._step += 1
@@ -379,7 +388,10 @@ class Watch:
         self._together.meet(self.owner, named)
         ranks = self._together.ranks
         self._meter = Meter(named, self._config.measure.implementation, ranks=ranks)
-        self._periodic_scans = PeriodicScans(trained, self._config.measure, ranks=ranks, program=self._program)
+        self._edits = EditWatch(named)
+        self._periodic_scans = PeriodicScans(
+            trained, self._config.measure, ranks=ranks, program=self._program, edits=self._edits
+        )
         self._periodic_scans.begin()
         self._forward_scans = ForwardScans(self._periodic_scans)
         self._uncleared = UnclearedGradientsWatch(named)

@@ -1,4 +1,4 @@
-"""`steadygrad run` leaves a bad loss to a script that cleans its gradients, and to no other."""
+"""`steadygrad run` leaves NaN and Inf that a script has taken care of to that script, and to no other."""
 
 from __future__ import annotations
 
@@ -34,3 +34,12 @@ def test_a_bad_loss_whose_gradients_nobody_cleaned_is_skipped(way: str, tmp_path
 
     assert guarded.code == 0, guarded.err
     assert list_skipped(tmp_path) == BAD_STEPS
+
+
+def test_a_weight_that_the_script_made_infinite_is_not_reported(tmp_path: Path) -> None:
+    plain = run_plainly(tmp_path / "plain", "pruned_choice.py")
+    guarded = run_guarded(tmp_path / "guarded", "pruned_choice.py")
+
+    assert (plain.code, guarded.code) == (0, 0), guarded.err
+    assert guarded.out == plain.out
+    assert "no incident" in guarded.err
