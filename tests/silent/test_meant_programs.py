@@ -359,7 +359,40 @@ def keep_gradients_elsewhere() -> Guard:
     return guard
 
 
+def compare_all_samples() -> Guard:
+    """A generator by its energy distance: every sample with every datum, and with every other sample."""
+    model = make_net(4, 32, 1)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+
+    def find_loss(z: Tensor, y: Tensor) -> Tensor:
+        x = model(z)
+        return 2 * (x - y).abs().mean() - (x - x.t()).abs().mean()
+
+    for _ in range(60):
+        guard.step(find_loss, torch.randn(32, 4), torch.randn(32))
+    return guard
+
+
+def measure_statistics_again() -> Guard:
+    """Precise BatchNorm, as fvcore does it: batches in train mode with a momentum of 1, whose statistics are averaged."""
+    model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+    guard, norm = Guard(model, torch.optim.Adam(model.parameters(), 3e-3)), model[1]
+    for step in range(200):
+        guard.step(lambda x: F.mse_loss(model(x).squeeze(1), x[:, 0] * x[:, 1]), torch.randn(64, 6))
+        if step % 40 == 39:
+            norm.momentum, means = 1.0, []
+            with torch.no_grad():
+                for _ in range(6):
+                    model(torch.randn(64, 6))
+                    means.append(norm.running_mean.clone())
+            norm.running_mean.copy_(torch.stack(means).mean(0))
+            norm.momentum = 0.1
+    return guard
+
+
 PROGRAMS = [
+    compare_all_samples,
+    measure_statistics_again,
     rank_pairs,
     classify_log_probabilities,
     sum_over_tokens,
