@@ -390,7 +390,23 @@ def measure_statistics_again() -> Guard:
     return guard
 
 
+def write_out_cross_entropy() -> Guard:
+    """Cross entropy as logsumexp minus score, with a penalty on the logsumexp; `nll_loss` only picks the score."""
+    model = make_net(6, 32, 4)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+
+    def find_loss(x: Tensor) -> Tensor:
+        scores = model(x)
+        total = scores.logsumexp(1)
+        return F.nll_loss(scores, x[:, :4].argmax(1)) + total.mean() + 1e-3 * total.square().mean()
+
+    for _ in range(60):
+        guard.step(find_loss, torch.randn(32, 6))
+    return guard
+
+
 PROGRAMS = [
+    write_out_cross_entropy,
     compare_all_samples,
     measure_statistics_again,
     rank_pairs,
