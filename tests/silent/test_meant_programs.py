@@ -374,7 +374,7 @@ def compare_all_samples() -> Guard:
 
 
 def measure_statistics_again() -> Guard:
-    """Precise BatchNorm, as fvcore does it: batches in train mode with a momentum of 1, whose statistics are averaged."""
+    """Precise BatchNorm, as in fvcore: the statistics of batches in train mode with a momentum of 1 are averaged."""
     model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
     guard, norm = Guard(model, torch.optim.Adam(model.parameters(), 3e-3)), model[1]
     for step in range(200):

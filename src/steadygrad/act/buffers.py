@@ -26,7 +26,10 @@ from steadygrad.measure.states import is_statistic
 # Asked of each module before every step: maps over these take a third of a loop's time.
 _own_buffers, _own_modules = operator.attrgetter("_buffers"), operator.attrgetter("_modules")
 _list_values = operator.methodcaller("values")
+_read_version = operator.attrgetter("_version")
 _keepers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BufferKeeper]] = weakref.WeakKeyDictionary()
+USUAL_STEPS = 50
+"""Steps between two edits by the program that make the second one a decision, and not a part of each step."""
 
 
 class BufferKeeper:
@@ -51,6 +54,10 @@ class BufferKeeper:
         """Those whose NaN no step reads: the step after it was finite."""
         self.has_begun = False
         """Whether a forward of the current step was seen."""
+        self.num_edits = 0
+        """How often the program has changed buffers between two steps, which it does not usually do: gates, masks."""
+        self._versions: list[int] | None = None
+        self._num_steps, self._edited_at = 0, -USUAL_STEPS
         self._beside = _keepers.setdefault(model, weakref.WeakSet())
         self._beside.add(self)
         self._heard = (model, *wrappers)
@@ -98,7 +105,15 @@ class BufferKeeper:
         self._doubtful = {}
         self._copy()
 
+    def _note_edit(self) -> None:
+        """Note whether the buffers have been changed since the last step ended."""
+        versions, self._versions = self._versions, None
+        if versions is not None and versions != list(map(_read_version, self._tensors)):
+            self.num_edits += self._num_steps - self._edited_at >= USUAL_STEPS
+            self._edited_at = self._num_steps
+
     def _copy(self) -> None:
+        self._note_edit()
         # Runs before each step's first forward: for the same tensors, one foreach copy for each device and dtype.
         if self._is_as_walked() and list(map(find_kind, self._tensors)) == self._kinds:
             for pack in self._packs:
@@ -184,6 +199,8 @@ class BufferKeeper:
         if self._listeners is not None:
             self._listeners.follow()
         self.has_begun = self._may_have_begun = False
+        # Where nothing is kept there is nothing to compare; inference tensors, which have no version, are kept apart.
+        self._versions, self._num_steps = list(map(_read_version, self._tensors)) or None, self._num_steps + 1
         if len(self._beside) > 1:
             for keeper in self._beside:
                 if keeper is not self and keeper.has_begun:

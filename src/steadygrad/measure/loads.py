@@ -177,7 +177,9 @@ def _correlate(module: nn.Module, samples: Mapping[str, Tensor]) -> float | None
     Nor is there where some layers of a class are as loaded and others are not: an initialisation by class, which is
     what overwrites weights by mistake, would have left none of them out. Those were chosen.
     """
-    pairs, kept, changed = [], set(), set()
+    pairs: list[tuple[Tensor, Tensor]] = []
+    kept: set[type] = set()
+    changed: set[type] = set()
     for key, then, now in _pair(module, samples):
         (kept if torch.equal(then, now) else changed).add(type(module.get_submodule(key.rpartition(".")[0])))
         if then.std() > 0 and now.std() > 0:

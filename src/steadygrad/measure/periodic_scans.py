@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +82,12 @@ class PeriodicScans:
         ranks: Ranks | None = None,
         program: ProgramWatch | None = None,
         edits: EditWatch | None = None,
+        count_buffer_edits: Callable[[], int] = int,
     ) -> None:
-        """`program`: what watches the program; it outlives this object, which is created again for new parameters."""
+        """`program`: what watches the program; it outlives this object, which is created again for new parameters.
+
+        `count_buffer_edits`: returns how often the program has changed buffers that it does not change in each step.
+        """
         self._trained, self._every = trained, config.scan_every
         transfer = Transfer(slots=8)  # a step sends up to four copies, and two steps may be in flight
         self._weights = ParameterWatch(trained, transfer=transfer, ranks=ranks)
@@ -108,7 +112,8 @@ class PeriodicScans:
         self._graph_scan: GraphScan | None = None
         self._first: list[Fact] = []
         masks.install()
-        self._num_masks = masks.count_masks()
+        self._count_buffer_edits = count_buffer_edits
+        self._num_masks = self._count_masks()
         self._edits = edits
         self._edited: int | None = None
         self._scanned_at = -1
@@ -263,6 +268,10 @@ class PeriodicScans:
         if self._program_scans is not None and looks.program_scans is not None:
             self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=due)
 
+    def _count_masks(self) -> int:
+        """Return how often the program has masked weights or outputs, here and elsewhere."""
+        return masks.count_masks() + self._count_buffer_edits()
+
     def _were_edited(self, step: int) -> bool:
         """Return whether the program has changed weights since the previous scan; this one is after `step`."""
         last, since = None if self._edits is None else self._edits.last, self._scanned_at
@@ -281,8 +290,8 @@ class PeriodicScans:
         if self._doubtful_buffers and not reading.is_nonfinite:
             self._meant_buffers |= self._doubtful_buffers
             self._doubtful_buffers = frozenset()
-        if self._num_masks != masks.count_masks():
-            self._num_masks = masks.count_masks()
+        if self._num_masks != (num := self._count_masks()):
+            self._num_masks = num
             facts.append(MaskChange(step=step))
         edited = None if self._edits is None else self._edits.last
         if edited is not None and edited <= step and edited != self._edited:

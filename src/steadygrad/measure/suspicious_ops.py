@@ -208,7 +208,7 @@ def find_caller() -> str:
 def _makes_pairs(left: Tensor, right: Tensor) -> bool:
     """Return whether the result is larger than both."""
     try:
-        return torch.broadcast_shapes(left.shape, right.shape).numel() > max(left.numel(), right.numel())
+        return bool(torch.broadcast_shapes(left.shape, right.shape).numel() > max(left.numel(), right.numel()))
     except RuntimeError:
         return False
 

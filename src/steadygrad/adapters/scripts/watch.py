@@ -389,8 +389,14 @@ class Watch:
         ranks = self._together.ranks
         self._meter = Meter(named, self._config.measure.implementation, ranks=ranks)
         self._edits = EditWatch(named)
+        buffers = self._buffers
         self._periodic_scans = PeriodicScans(
-            trained, self._config.measure, ranks=ranks, program=self._program, edits=self._edits
+            trained,
+            self._config.measure,
+            ranks=ranks,
+            program=self._program,
+            edits=self._edits,
+            count_buffer_edits=lambda: buffers.num_edits,
         )
         self._periodic_scans.begin()
         self._forward_scans = ForwardScans(self._periodic_scans)
