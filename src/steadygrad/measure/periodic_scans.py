@@ -123,6 +123,9 @@ class PeriodicScans:
         self._given_nonfinite: frozenset[str] | None = None
         self._meant_parameters: frozenset[str] = frozenset()
         self._meant_buffers: frozenset[str] = frozenset()
+        self._bad_parameters: frozenset[str] = frozenset()  # in the last scan
+        self._written: frozenset[str] = frozenset()  # parameters that the program made infinite, and that do no harm
+        self._doubtful_written: frozenset[str] = frozenset()  # ... of the last scan: is the next step finite?
         self._doubtful_buffers: frozenset[str] = frozenset()  # NaN in the last scan: does the next step read them?
         self._born_nonfinite: frozenset[str] = frozenset()
 
@@ -176,9 +179,10 @@ class PeriodicScans:
     def meant_nonfinite(self) -> frozenset[str]:
         """Those parameters, once a finite step has shown that they do no harm: transitions that are -inf.
 
-        And buffers other than a norm's statistics that were NaN in a scan and did not harm the next step either.
+        So are parameters into which the program wrote later, to prune a choice; and buffers other than a norm's
+        statistics that were NaN in a scan and did not harm the next step either.
         """
-        return self._meant_parameters | self._meant_buffers
+        return self._meant_parameters | self._written | self._meant_buffers
 
     @property
     def born_nonfinite(self) -> frozenset[str]:
@@ -287,6 +291,9 @@ class PeriodicScans:
         step = reading.step
         if self._given_nonfinite and not reading.is_nonfinite:
             self._meant_parameters = self._given_nonfinite
+        if self._doubtful_written:
+            self._written |= frozenset() if reading.is_nonfinite else self._doubtful_written
+            self._doubtful_written = frozenset()
         if self._doubtful_buffers and not reading.is_nonfinite:
             self._meant_buffers |= self._doubtful_buffers
             self._doubtful_buffers = frozenset()
@@ -311,7 +318,12 @@ class PeriodicScans:
             facts.append(looks.activations.read(step))
         if looks.weights is not None:
             scan = looks.weights.read(step)
-            facts.append(dataclasses.replace(scan, is_edited=scan.is_edited and not reading.is_nonfinite))
+            scan = dataclasses.replace(scan, is_edited=scan.is_edited and not reading.is_nonfinite)
+            facts.append(scan)
+            bad, before = frozenset(scan.nonfinite_parameters), self._bad_parameters
+            self._bad_parameters, self._written = bad, self._written & bad
+            if scan.is_edited:
+                self._doubtful_written = bad - before
             self._doubtful_buffers = frozenset(name for name in scan.nonfinite_buffers if not is_statistic(name))
         elif reading.is_nonfinite:
             # A collective with several ranks: their Readings are equal, so all of them scan.
