@@ -19,7 +19,7 @@ class Loss:
     is_scaled: bool
     """Whether it carries the loss scale, if there is one."""
     left_nan: bool = False
-    """Whether it was not finite, and its backward left NaN in the gradients; False where nobody looked."""
+    """Whether it was not finite, and its backward left NaN in the gradients; False where that was not checked."""
 
 
 class Losses:
