@@ -43,7 +43,7 @@ class Gated(nn.Module):
         return self.last(self.first(x).relu() * self.gate)  # type: ignore[no-any-return]
 
 
-def train_gated(*, shuts: bool, dies: bool, counts: bool) -> list[tuple[str, int]]:
+def train_gated(*, shuts: bool = False, dies: bool = False, counts: bool = False, bad: bool = False) -> list[tuple[str, int]]:
     torch.manual_seed(0)
     model = Gated()
     with Guard(model, torch.optim.AdamW(model.parameters(), 3e-3), config=GuardConfig(clip=None)) as guard:
@@ -54,15 +54,17 @@ def train_gated(*, shuts: bool, dies: bool, counts: bool) -> list[tuple[str, int
                 model.first.bias.data[:30] = -1e3
             if counts:
                 model.age += 1
-            x = torch.randn(16, 4)
+            x = torch.randn(16, 4) * (float("nan") if bad and step == 129 else 1)
             guard.step(lambda x: (model(x).squeeze(1) - x.sin().sum(1)).square().mean(), x)
     return [(one.kind, one.step) for one in guard.findings if one.severity.value != "info"]
 
 
 def test_units_whose_gate_the_program_shuts_are_not_dead() -> None:
-    assert train_gated(shuts=True, dies=False, counts=False) == []
+    assert train_gated(shuts=True) == []
 
 
-@pytest.mark.parametrize("counts", [False, True])
-def test_units_that_die_beside_a_buffer_are_reported(counts: bool) -> None:
-    assert train_gated(shuts=False, dies=True, counts=counts)[0] == ("dead_units", 130)
+@pytest.mark.parametrize(
+    "settings", [{}, {"counts": True}, {"bad": True}], ids=["alone", "and one that counts", "after a step was replayed"]
+)
+def test_units_that_die_beside_a_buffer_are_reported(settings: dict[str, bool]) -> None:
+    assert ("dead_units", 130) in train_gated(dies=True, **settings)

@@ -102,7 +102,7 @@ class BufferKeeper:
     def forget(self) -> None:
         """Forget what happened to the buffers before: another state was loaded."""
         self.has_begun = self._may_have_begun = False
-        self._doubtful = {}
+        self._doubtful, self._versions = {}, None
         self._copy()
 
     def _note_edit(self) -> None:
@@ -111,6 +111,17 @@ class BufferKeeper:
         if versions is not None and versions != list(map(_read_version, self._tensors)):
             self.num_edits += self._num_steps - self._edited_at >= USUAL_STEPS
             self._edited_at = self._num_steps
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Leave out of the program's edits what we change inside this, and put back."""
+        is_between_steps = self._versions is not None
+        self._note_edit()
+        try:
+            yield
+        finally:
+            if is_between_steps:
+                self._versions = list(map(_read_version, self._tensors))
 
     def _copy(self) -> None:
         self._note_edit()
@@ -238,11 +249,12 @@ class BufferKeeper:
         """Restore the buffers' present values on exit, whatever a replay does to them inside."""
         # Copies every buffer once more, on its device: only while a step is replayed or tested.
         present, paused, self._paused = BufferKeeper(self._model), self._paused, True
-        try:
-            yield
-        finally:
-            present.put_back()
-            self._paused = paused
+        with self._aside():
+            try:
+                yield
+            finally:
+                present.put_back()
+                self._paused = paused
 
     def find_spoilt(self) -> dict[str, int]:
         """Return the buffers that were finite before this forward and no longer are, with their number of bad elements.
