@@ -31,19 +31,23 @@ def test_units_that_die_between_two_edits_are_reported() -> None:
 
 
 class Gated(nn.Module):
-    """Its hidden units pass a gate of 0 or 1, a buffer; another buffer counts steps outside of the forward."""
+    """Its hidden units pass a gate of 0 or 1, a buffer; others count forwards, and steps outside of the forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 32), nn.Linear(32, 1)
         self.register_buffer("gate", torch.ones(32))
         self.register_buffer("age", torch.zeros(()))
+        self.register_buffer("num_calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
         return self.last(self.first(x).relu() * self.gate)  # type: ignore[no-any-return]
 
 
-def train_gated(*, shuts: bool = False, dies: bool = False, counts: bool = False, bad: bool = False) -> list[tuple[str, int]]:
+def train_gated(
+    *, shuts: bool = False, dies: bool = False, counts: bool = False, bad: bool = False
+) -> list[tuple[str, int]]:
     torch.manual_seed(0)
     model = Gated()
     with Guard(model, torch.optim.AdamW(model.parameters(), 3e-3), config=GuardConfig(clip=None)) as guard:
