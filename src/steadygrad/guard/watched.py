@@ -73,7 +73,15 @@ class Watched:
             scaler=self._scaler,
             buffers=self._buffers,
         )
-        self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks, program=self.program, edits=self.edits)
+        buffers = self._buffers
+        self.periodic_scans = PeriodicScans(
+            trained,
+            self._config,
+            ranks=ranks,
+            program=self.program,
+            edits=self.edits,
+            count_buffer_edits=lambda: buffers.num_edits,
+        )
         self._signature = _sign(trained.optimizers)
 
     def compile(self) -> None:
