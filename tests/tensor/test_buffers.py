@@ -375,7 +375,6 @@ def test_buffers_of_a_scripted_part_are_restored(form: str) -> None:
     training.steps(2)
 
 
-
 @every_form
 def test_buffers_on_meta_are_ignored(form: str) -> None:
     model = make_normed()
