@@ -56,7 +56,9 @@ class BufferKeeper:
         self._heard = (model, *wrappers)
         self._listeners = CallListeners(self._heard, self.hear) if watch else None
         self._loads = (
-            model.register_load_state_dict_post_hook(CallListener(self.hear_load, num_arguments=2)) if watch else None
+            nn.Module.register_load_state_dict_post_hook(model, CallListener(self.hear_load, num_arguments=2))
+            if watch
+            else None
         )
         self._copy()
 
@@ -266,12 +268,12 @@ class BufferKeeper:
 def _list_held(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
     """Return the children, the buffers and the names of the buffers of these modules."""
     parts = list(map(vars, modules))
-    # Most modules are leaves without buffers: what is empty is left out before anything is made of it.
-    children = filter(None, map(_own_modules, parts))
     try:
+        # Most modules are leaves without buffers: what is empty is left out before anything is made of it.
+        children = list(filter(None, map(_own_modules, parts)))
         buffers = list(filter(None, map(_own_buffers, parts)))
-    except KeyError:  # a scripted module has its buffers elsewhere, in what is not a dict
-        buffers = [module._buffers for module in modules]
+    except KeyError:  # a scripted or traced module has them elsewhere, in what is not a dict
+        children, buffers = [one._modules for one in modules], [one._buffers for one in modules]
     return (
         list(chain.from_iterable(map(_list_values, children))),
         list(chain.from_iterable(map(_list_values, buffers))),

@@ -86,7 +86,9 @@ class CallListeners:
         self._listener, self._models = CallListener(hear), models
         for model in models:
             hide_hooks(model)
-        self._hooks = [m.register_forward_pre_hook(self._listener, prepend=True, with_kwargs=True) for m in models]
+        self._hooks = [
+            nn.Module.register_forward_pre_hook(m, self._listener, prepend=True, with_kwargs=True) for m in models
+        ]
         self.follow()
 
     def follow(self) -> None:

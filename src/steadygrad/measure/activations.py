@@ -92,7 +92,7 @@ class ActivationWatch:
         if not self._handles:
             for name, module in _list_watched(self._model):
                 observe = functools.partial(self._observe, name)
-                self._handles.append(module.register_forward_hook(observe, with_kwargs=True))
+                self._handles.append(nn.Module.register_forward_hook(module, observe, with_kwargs=True))
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -27,7 +27,7 @@ def hear_calls(module: nn.Module, call: OnCall) -> bool:
     is_fsdp = hasattr(module, "_get_fsdp_state")
     if not hide_hooks(module) and not is_fsdp:
         return False
-    module.register_forward_pre_hook(_make_hook(module, [call]), prepend=is_fsdp, with_kwargs=True)
+    nn.Module.register_forward_pre_hook(module, _make_hook(module, [call]), prepend=is_fsdp, with_kwargs=True)
     return True
 
 

@@ -3,6 +3,10 @@
 A forward hook lives in the module's own dict, which `torch.save(model)` pickles, `copy.deepcopy` copies and
 `torch.jit.script` compiles. So the dicts that hold ours do all that as the plain ones they would be without it. A hook
 is hidden if it has a true `is_quiet`.
+
+Hooks of ours are registered by `nn.Module.register_forward_pre_hook(module, ...)`, not by the module's own method: a
+scripted or traced module refuses the method, but calls from Python run its hooks all the same, and neither its copies
+nor its files have them.
 """
 
 from __future__ import annotations

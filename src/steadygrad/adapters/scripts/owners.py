@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from steadygrad.state.live_objects import is_affordable, list_live, list_young
@@ -33,9 +34,16 @@ def _find_roots() -> list[nn.Module]:
     """Return modules that no other module holds."""
     # Young ones: what an optimizer trains is seldom much older than itself where there are so many of them.
     modules = list_live(nn.Module) if is_affordable() else list_young(nn.Module)
-    # vars(): a module whose constructor has not reached super().__init__() has no `_modules`.
-    children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
+    children = {id(child) for module in modules for child in _list_children(module)}
     return [module for module in modules if id(module) not in children]
+
+
+def _list_children(module: nn.Module) -> list[nn.Module | None]:
+    # vars(): a module whose constructor has not reached super().__init__() has no `_modules`.
+    held = vars(module)
+    # What a traced module runs, and that has its parts; calls do not pass through this one's hooks.
+    inner = held.get("_actual_script_module")
+    return list((held.get("_modules") or {}).values()) if inner is None else [inner, *inner._modules.values()]
 
 
 def _choose_owners(roots: Sequence[nn.Module], held: set[int]) -> list[nn.Module]:
@@ -44,8 +52,16 @@ def _choose_owners(roots: Sequence[nn.Module], held: set[int]) -> list[nn.Module
     chosen: list[nn.Module] = []
     left = set(held)
     while covered:
-        # The most parameters, then the smallest module: a model before a container that holds it and others.
-        module, ids = max(covered.values(), key=lambda pair: (len(pair[1] & left), -len(_parameter_ids(pair[0]))))
+        # The most parameters, then the smallest module: a model before a container that holds it and others. A scripted
+        # one before that which it was made from and shares its parameters with: it is the one that is called.
+        module, ids = max(
+            covered.values(),
+            key=lambda pair: (
+                len(pair[1] & left),
+                -len(_parameter_ids(pair[0])),
+                isinstance(pair[0], torch.jit.ScriptModule),
+            ),
+        )
         if not ids & left:
             break
         chosen.append(module)

@@ -1,0 +1,41 @@
+"""`steadygrad run` guards a script whose model is compiled by `torch.jit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import run_guarded, run_plainly
+
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+model = torch.jit.MAKE
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(20):
+    x = torch.randn(16, 4)
+    BAD
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+print({name: value.tolist() for name, value in model.state_dict().items()})
+print([value.tolist() for state in optimizer.state.values() for value in state.values()])
+"""
+
+
+@pytest.mark.parametrize("make", ["script(net)", "trace(net, torch.randn(16, 4))"])
+@pytest.mark.parametrize(
+    ("alone", "guarded", "end"),
+    [
+        ("pass", "pass", "20 steps, 0 skipped, no incident"),
+        ("if step == 7: continue", "x[3] = float('nan') if step == 7 else x[3]", "20 steps, 1 skipped, 1 incident"),
+    ],
+)
+def test_a_compiled_model_is_guarded(tmp_path: Path, make: str, alone: str, guarded: str, end: str) -> None:
+    for name, bad in (("alone.py", alone), ("guarded.py", guarded)):
+        (tmp_path / name).write_text(SCRIPT.replace("BAD", bad).replace("MAKE", make))
+    plain, ours = run_plainly(tmp_path, str(tmp_path / "alone.py")), run_guarded(tmp_path, str(tmp_path / "guarded.py"))
+    assert ours.out == plain.out
+    assert f"steadygrad: AdamW: {end}" in ours.err
+    assert "NaN loss, already in the input x" in ours.err or "1 skipped" not in end
