@@ -1,4 +1,4 @@
-"""`steadygrad run` guards a script whose model is compiled by `torch.jit`."""
+"""`steadygrad run` guards models that are compiled by `torch.jit`, or that are made by their first forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCRIPT = """
 import torch
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-model = torch.jit.MAKE
+model = MAKE
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for step in range(20):
     x = torch.randn(16, 4)
@@ -22,9 +22,10 @@ for step in range(20):
 print({name: value.tolist() for name, value in model.state_dict().items()})
 print([value.tolist() for state in optimizer.state.values() for value in state.values()])
 """
+LAZY = "torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(1))"
 
 
-@pytest.mark.parametrize("make", ["script(net)", "trace(net, torch.randn(16, 4))"])
+@pytest.mark.parametrize("make", ["torch.jit.script(net)", "torch.jit.trace(net, torch.randn(16, 4))", LAZY])
 @pytest.mark.parametrize(
     ("alone", "guarded", "end"),
     [
@@ -32,7 +33,7 @@ print([value.tolist() for state in optimizer.state.values() for value in state.v
         ("if step == 7: continue", "x[3] = float('nan') if step == 7 else x[3]", "20 steps, 1 skipped, 1 incident"),
     ],
 )
-def test_a_compiled_model_is_guarded(tmp_path: Path, make: str, alone: str, guarded: str, end: str) -> None:
+def test_an_unusual_model_is_guarded(tmp_path: Path, make: str, alone: str, guarded: str, end: str) -> None:
     for name, bad in (("alone.py", alone), ("guarded.py", guarded)):
         (tmp_path / name).write_text(SCRIPT.replace("BAD", bad).replace("MAKE", make))
     plain, ours = run_plainly(tmp_path, str(tmp_path / "alone.py")), run_guarded(tmp_path, str(tmp_path / "guarded.py"))
