@@ -54,7 +54,7 @@ class CallListener:
 
     @uncompiled
     def __call__(self, model: nn.Module, *more: Any) -> None:
-        if torch.compiler.is_compiling() or _num_muted:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or _num_muted:
             return
         owner = self._owner()
         if owner is not None:

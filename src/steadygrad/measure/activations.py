@@ -115,7 +115,8 @@ class ActivationWatch:
 
     @uncompiled
     def _observe(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training or _get_current_dispatch_mode() is not None:
+        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if is_recorded or not module.training or _get_current_dispatch_mode() is not None:
             return
         try:
             with torch.no_grad():

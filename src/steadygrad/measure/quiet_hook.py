@@ -25,7 +25,8 @@ class QuietHook:
 
     @uncompiled
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():  # first: dynamo cannot trace the weak reference
+        # First: dynamo cannot trace the weak reference. What is traced would record our operations.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return
         hear = self._hear()
         if hear is not None:

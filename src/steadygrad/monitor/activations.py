@@ -210,7 +210,7 @@ class ActivationMonitor:
 
     def _observe(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
         # Dynamo folds is_compiling() to True, so nothing of the hook is left in a graph.
-        if torch.compiler.is_compiling() or (self._training_only and not module.training):
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or (self._training_only and not module.training):
             return
         try:
             with torch.no_grad():

@@ -54,7 +54,8 @@ def _make_hook(module: nn.Module, listeners: list[OnCall]) -> Callable[..., None
 
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Shallow copies, such as the replicas of nn.DataParallel, share the dict and so this hook.
-        if not torch.compiler.is_compiling() and called is heard():
+        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not is_recorded and called is heard():
             for listener in list(listeners):  # one may leave now
                 listener(called, args, kwargs)
 
