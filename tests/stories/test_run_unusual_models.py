@@ -40,3 +40,33 @@ def test_an_unusual_model_is_guarded(tmp_path: Path, make: str, alone: str, guar
     assert ours.out == plain.out
     assert f"steadygrad: AdamW: {end}" in ours.err
     assert "NaN loss, already in the input x" in ours.err or "1 skipped" not in end
+
+
+TWO_PACES = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+often = torch.optim.AdamW(model[0].parameters(), lr=0.01)
+seldom = torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()], lr=0.01)
+for step in range(20):
+    x = torch.randn(16, 4)
+    BAD
+    often.zero_grad()
+    seldom.zero_grad()
+    model(x).square().mean().backward()
+    often.step()
+    if step % 3 == 0:
+        seldom.step()
+print({name: value.tolist() for name, value in model.state_dict().items()})
+"""
+
+
+@pytest.mark.parametrize("bad", [11, 12])
+def test_statistics_are_as_before_when_parts_of_a_model_are_stepped_at_different_times(
+    tmp_path: Path, bad: int
+) -> None:
+    (tmp_path / "alone.py").write_text(TWO_PACES.replace("BAD", f"if step == {bad}: continue"))
+    (tmp_path / "guarded.py").write_text(TWO_PACES.replace("BAD", f"x[3] = float('nan') if step == {bad} else x[3]"))
+    plain = run_plainly(tmp_path, str(tmp_path / "alone.py"))
+    ours = run_guarded(tmp_path, str(tmp_path / "guarded.py"))
+    assert ours.out == plain.out

@@ -32,8 +32,18 @@ _keepers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BufferKeeper]] = 
 class BufferKeeper:
     """Keeps the buffers of `model` as they were when the step began."""
 
-    def __init__(self, model: nn.Module, *, watch: bool = False, wrappers: Sequence[nn.Module] = ()) -> None:
-        """Copy the buffers. `watch`: listen for calls of the model, directly or through one of its `wrappers`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        watch: bool = False,
+        wrappers: Sequence[nn.Module] = (),
+        root: nn.Module | None = None,
+    ) -> None:
+        """Copy the buffers. `watch`: listen for calls of the model, directly or through one of its `wrappers`.
+
+        `root`: of which it is a part; keepers of its other parts hear of each step.
+        """
         self._model, self._paused, self._may_have_begun = model, False, False
         self._modules: list[nn.Module] = []
         self._held: tuple[list[Any], ...] = ()
@@ -51,7 +61,7 @@ class BufferKeeper:
         """Those whose NaN no step reads: the step after it was finite."""
         self.has_begun = False
         """Whether a forward of the current step was seen."""
-        self._beside = _keepers.setdefault(model, weakref.WeakSet())
+        self._beside = _keepers.setdefault(model if root is None else root, weakref.WeakSet())
         self._beside.add(self)
         self._heard = (model, *wrappers)
         self._listeners = CallListeners(self._heard, self.hear) if watch else None
@@ -160,6 +170,9 @@ class BufferKeeper:
     def restore(self) -> None:
         """Undo the forward's changes after a step that the host knows to be bad."""
         self.put_back()
+        for keeper in self._beside:  # one loss trains several parts, whose optimizers need not step each time
+            if keeper._model is not self._model and keeper.has_begun:
+                keeper.put_back()
         with torch.no_grad():
             for place, before in self._doubtful.values():
                 if place.now is not None and place.now.shape == before.shape:
@@ -180,7 +193,7 @@ class BufferKeeper:
         self.accept()
 
     def accept(self) -> None:
-        """End the step; the next forward begins a new one. Other guards on the same model continue from here too."""
+        """End the step; the next forward begins a new one. Other guards of the same model continue from here too."""
         if not self.has_begun:  # no hook fired, so none will fire in the next step's forward
             self._copy()
         if self._listeners is not None:

@@ -16,13 +16,14 @@ from steadygrad.state.live_objects import is_affordable, list_live, list_young
 from steadygrad.state.trained_parameters import unwrap
 
 
-def find_owner(parameters: Sequence[Tensor]) -> nn.Module:
-    """Return the module of these parameters."""
+def find_owner(parameters: Sequence[Tensor]) -> tuple[nn.Module, nn.Module]:
+    """Return the module of these parameters, and the outermost one that it is a part of."""
     held = {id(p) for p in parameters}
     owners = _choose_owners(_find_roots(), held)
     if len(owners) == 1 and held <= _parameter_ids(owners[0]):
-        return _narrow(owners[0], held)
-    return _gather(owners, parameters)
+        return _narrow(owners[0], held), owners[0]
+    gathered = _gather(owners, parameters)
+    return gathered, gathered
 
 
 def list_parts(owner: nn.Module) -> list[nn.Module]:
