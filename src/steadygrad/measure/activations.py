@@ -21,6 +21,7 @@ from steadygrad.facts import ActivationScan, ActivationStats
 from steadygrad.measure.rows import PIECE, PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
 from steadygrad.measure.uncompiled import uncompiled
+from steadygrad.state.hidden_hooks import is_recorded
 from steadygrad.state.modules import list_modules
 from steadygrad.state.tree import find_tensors
 
@@ -115,8 +116,7 @@ class ActivationWatch:
 
     @uncompiled
     def _observe(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if is_recorded or not module.training or _get_current_dispatch_mode() is not None:
+        if is_recorded() or not module.training or _get_current_dispatch_mode() is not None:
             return
         try:
             with torch.no_grad():

@@ -9,10 +9,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from steadygrad.state.hidden_hooks import hide_hooks
+from steadygrad.state.hidden_hooks import hide_hooks, is_recorded
 
 OnCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 
@@ -54,8 +53,7 @@ def _make_hook(module: nn.Module, listeners: list[OnCall]) -> Callable[..., None
 
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Shallow copies, such as the replicas of nn.DataParallel, share the dict and so this hook.
-        is_recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if not is_recorded and called is heard():
+        if not is_recorded() and called is heard():
             for listener in list(listeners):  # one may leave now
                 listener(called, args, kwargs)
 

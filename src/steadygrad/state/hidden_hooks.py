@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import nn
 
 FLAGS = {
@@ -60,6 +61,11 @@ def hide_hooks(module: nn.Module) -> bool:
             held[name] = hooks = _Hooks()
             held.update({key: _Flags(hooks) for key in flags})
     return isinstance(held.get("_forward_pre_hooks"), _Hooks)
+
+
+def is_recorded() -> bool:
+    """Whether torch compiles or traces what is called now: operations of ours would become part of that."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _is_ours(hook: Any) -> bool:
