@@ -70,3 +70,43 @@ def test_statistics_are_as_before_when_parts_of_a_model_are_stepped_at_different
     plain = run_plainly(tmp_path, str(tmp_path / "alone.py"))
     ours = run_guarded(tmp_path, str(tmp_path / "guarded.py"))
     assert ours.out == plain.out
+
+
+GAN = """
+import torch
+from torch.nn import functional as F
+torch.manual_seed(0)
+
+class Gan(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.made = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+        self.judge = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+gan = Gan()
+maker = torch.optim.AdamW(gan.made.parameters(), lr=0.01)
+judge = torch.optim.AdamW(gan.judge.parameters(), lr=0.01)
+for step in range(20):
+    real, fake = torch.randn(16, 4), gan.made(torch.randn(16, 4))
+    bad = step == 11
+    if BAD:
+        judge.zero_grad()
+        (F.softplus(-gan.judge(real)).mean() + F.softplus(gan.judge(fake.detach())).mean()).backward()
+        judge.step()
+    maker.zero_grad()
+    F.softplus(-gan.judge(fake)).mean().backward()
+    maker.step()
+print({name: value.tolist() for name, value in gan.state_dict().items()})
+"""
+
+
+def test_a_skipped_step_of_one_network_leaves_the_statistics_of_another_that_its_loss_did_not_train(
+    tmp_path: Path,
+) -> None:
+    poison = "real.__setitem__(3, float('nan')) if bad else None"
+    (tmp_path / "alone.py").write_text(GAN.replace("if BAD", "if not bad"))
+    (tmp_path / "guarded.py").write_text(GAN.replace("    if BAD", f"    {poison}\n    if True"))
+    plain = run_plainly(tmp_path, str(tmp_path / "alone.py"))
+    ours = run_guarded(tmp_path, str(tmp_path / "guarded.py"))
+    assert "1 skipped" in ours.err
+    assert ours.out == plain.out

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from steadygrad.act.buffer_places import FrozenTables, Key, Pack, Place, Where, drop_new, find_kind, name_bad, walk
 from steadygrad.act.call_listener import CallListener, CallListeners
 from steadygrad.measure.states import is_statistic
+from steadygrad.state.finite import count_nonfinite
 
 # Asked of each module before every step: maps over these take a tenth of a loop's time.
 _own_modules, _own_buffers = operator.itemgetter("_modules"), operator.itemgetter("_buffers")
@@ -171,7 +172,7 @@ class BufferKeeper:
         """Undo the forward's changes after a step that the host knows to be bad."""
         self.put_back()
         for keeper in self._beside:  # one loss trains several parts, whose optimizers need not step each time
-            if keeper._model is not self._model and keeper.has_begun:
+            if keeper._model is not self._model and keeper.has_begun and keeper._has_bad_gradients():
                 keeper.put_back()
         with torch.no_grad():
             for place, before in self._doubtful.values():
@@ -179,6 +180,10 @@ class BufferKeeper:
                     place.now.copy_(before)  # it was read, and made this step bad
         self._doubtful = {}
         self.accept()
+
+    def _has_bad_gradients(self) -> bool:
+        gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
+        return bool(count_nonfinite({str(number): gradient for number, gradient in enumerate(gradients)}))
 
     @torch.no_grad()
     def select(self, found: Tensor) -> None:
