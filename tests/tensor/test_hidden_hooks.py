@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadygrad import Guard
+from steadygrad import ActivationMonitor, Guard
 
 HELD = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 
@@ -54,6 +54,20 @@ def test_a_guarded_model_can_be_scripted(num_steps: int) -> None:
     guard.close()
     x = torch.ones(2, 4)
     assert torch.equal(scripted(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("num_steps", [0, 1, 20])
+def test_a_trace_of_a_guarded_and_monitored_model_records_the_model_alone(num_steps: int) -> None:
+    model, guard = train(num_steps)
+    x = torch.ones(2, 4)
+    with ActivationMonitor(model):
+        traced = torch.jit.trace(model, x)  # torch traces it twice, and compares
+
+    guard.close()
+    plain = torch.jit.trace(model, x)
+    kinds = [[node.kind() for node in one.inlined_graph.nodes()] for one in (traced, plain)]
+    assert kinds[0] == kinds[1]
 
 
 def test_a_hook_of_the_programs_own_is_copied_and_can_be_removed() -> None:

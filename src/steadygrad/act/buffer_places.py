@@ -7,10 +7,11 @@ change.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Iterable, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +79,15 @@ class Place(NamedTuple):
     def of(cls, module: nn.Module, name: str) -> Place:
         """Capture the place as it is now."""
         tensor = look_up(module, name)
-        return cls(module, name, tensor, None if tensor is None else tensor.detach().clone())
+        return cls(module, name, tensor, None if tensor is None or is_lazy(tensor) else tensor.detach().clone())
 
     def put_back(self) -> None:
         """Restore the buffer: put the original tensor back if it was replaced, and write in place otherwise."""
         now, tensor, copy = self.now, self.tensor, self.copy
-        if now is None or tensor is None or copy is None:
+        if now is not None and now is tensor and copy is None:
+            if not is_lazy(now):  # the forward has made it
+                now.data.copy_(self._find_first())
+        elif now is None or tensor is None or copy is None:
             setattr(self.module, self.name, tensor)
         elif now is not tensor:
             # A cache that has only grown may stay. The clone: `copy` may be a view into a pack, which the next step
@@ -97,10 +101,19 @@ class Place(NamedTuple):
         elif not are_equal(tensor, copy):
             self.module._buffers[self.name] = copy.clone()
 
+    def _find_first(self) -> Tensor:
+        """Return what a buffer that was lazy before the forward held when it was made: torch has lazy norms only."""
+        norm: Any = copy.copy(self.module)
+        norm._buffers = {name: None if one is None else one.clone() for name, one in self.module._buffers.items()}
+        if hasattr(norm, "reset_running_stats"):
+            norm.reset_running_stats()
+        first: Tensor = norm._buffers[self.name]
+        return first
+
     def select(self, found: Tensor) -> None:
         """Restore the buffer if `found` is 1; decided on the device where possible."""
         now, tensor, copy = self.now, self.tensor, self.copy
-        if now is None and tensor is None:
+        if (now is None and tensor is None) or (now is not None and is_lazy(now)):
             return
         if (
             now is None
@@ -178,9 +191,9 @@ class FrozenTables:
         return apart
 
     def must_copy(self, at: Where, buffer: Tensor | None) -> bool:
-        """Whether this buffer must be copied, or noted as absent."""
+        """Whether this buffer must be copied, or noted as absent or not made yet."""
         if buffer is None or not has_values(buffer):
-            return buffer is None
+            return buffer is None or is_lazy(buffer)
         key = (id(at[0]), at[1])
         if self._unchanged.get(key) == (id(buffer), find_version(buffer)):
             return False

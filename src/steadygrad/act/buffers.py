@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from steadygrad.act.buffer_places import FrozenTables, Key, Pack, Place, Where, drop_new, find_kind, name_bad, walk
 from steadygrad.act.call_listener import CallListener, CallListeners
 from steadygrad.measure.states import is_statistic
+from steadygrad.state.finite import count_nonfinite
 
 # Asked of each module before every step: maps over these take a tenth of a loop's time.
 _own_modules, _own_buffers = operator.itemgetter("_modules"), operator.itemgetter("_buffers")
@@ -35,8 +36,18 @@ USUAL_STEPS = 50
 class BufferKeeper:
     """Keeps the buffers of `model` as they were when the step began."""
 
-    def __init__(self, model: nn.Module, *, watch: bool = False, wrappers: Sequence[nn.Module] = ()) -> None:
-        """Copy the buffers. `watch`: listen for calls of the model, directly or through one of its `wrappers`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        watch: bool = False,
+        wrappers: Sequence[nn.Module] = (),
+        root: nn.Module | None = None,
+    ) -> None:
+        """Copy the buffers. `watch`: listen for calls of the model, directly or through one of its `wrappers`.
+
+        `root`: of which it is a part; keepers of its other parts hear of each step.
+        """
         self._model, self._paused, self._may_have_begun = model, False, False
         self._modules: list[nn.Module] = []
         self._held: tuple[list[Any], ...] = ()
@@ -58,12 +69,14 @@ class BufferKeeper:
         """How often the program has changed buffers between two steps, which it does not usually do: gates, masks."""
         self._versions: list[int] | None = None
         self._num_steps, self._edited_at = 0, -USUAL_STEPS
-        self._beside = _keepers.setdefault(model, weakref.WeakSet())
+        self._beside = _keepers.setdefault(model if root is None else root, weakref.WeakSet())
         self._beside.add(self)
         self._heard = (model, *wrappers)
         self._listeners = CallListeners(self._heard, self.hear) if watch else None
         self._loads = (
-            model.register_load_state_dict_post_hook(CallListener(self.hear_load, num_arguments=2)) if watch else None
+            nn.Module.register_load_state_dict_post_hook(model, CallListener(self.hear_load, num_arguments=2))
+            if watch
+            else None
         )
         self._copy()
 
@@ -184,12 +197,19 @@ class BufferKeeper:
     def restore(self) -> None:
         """Undo the forward's changes after a step that the host knows to be bad."""
         self.put_back()
+        for keeper in self._beside:  # one loss trains several parts, whose optimizers need not step each time
+            if keeper._model is not self._model and keeper.has_begun and keeper._has_bad_gradients():
+                keeper.put_back()
         with torch.no_grad():
             for place, before in self._doubtful.values():
                 if place.now is not None and place.now.shape == before.shape:
                     place.now.copy_(before)  # it was read, and made this step bad
         self._doubtful = {}
         self.accept()
+
+    def _has_bad_gradients(self) -> bool:
+        gradients = (p.grad for p in self._model.parameters() if p.grad is not None)
+        return bool(count_nonfinite({str(number): gradient for number, gradient in enumerate(gradients)}))
 
     @torch.no_grad()
     def select(self, found: Tensor) -> None:
@@ -204,7 +224,7 @@ class BufferKeeper:
         self.accept()
 
     def accept(self) -> None:
-        """End the step; the next forward begins a new one. Other guards on the same model continue from here too."""
+        """End the step; the next forward begins a new one. Other guards of the same model continue from here too."""
         if not self.has_begun:  # no hook fired, so none will fire in the next step's forward
             self._copy()
         if self._listeners is not None:
@@ -295,12 +315,12 @@ class BufferKeeper:
 def _list_held(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
     """Return the children, the buffers and the names of the buffers of these modules."""
     parts = list(map(vars, modules))
-    # Most modules are leaves without buffers: what is empty is left out before anything is made of it.
-    children = filter(None, map(_own_modules, parts))
     try:
+        # Most modules are leaves without buffers: what is empty is left out before anything is made of it.
+        children = list(filter(None, map(_own_modules, parts)))
         buffers = list(filter(None, map(_own_buffers, parts)))
-    except KeyError:  # a scripted module has its buffers elsewhere, in what is not a dict
-        buffers = [module._buffers for module in modules]
+    except KeyError:  # a scripted or traced module has them elsewhere, in what is not a dict
+        children, buffers = [one._modules for one in modules], [one._buffers for one in modules]
     return (
         list(chain.from_iterable(map(_list_values, children))),
         list(chain.from_iterable(map(_list_values, buffers))),

@@ -19,7 +19,7 @@ from torch import nn
 
 from steadygrad.measure.torch_calls import calls_muted
 from steadygrad.measure.uncompiled import uncompiled
-from steadygrad.state.hidden_hooks import hide_hooks
+from steadygrad.state.hidden_hooks import hide_hooks, is_recorded
 
 # Counted, not a flag: a replay may run inside another. The same for all threads.
 _num_muted = 0
@@ -54,7 +54,7 @@ class CallListener:
 
     @uncompiled
     def __call__(self, model: nn.Module, *more: Any) -> None:
-        if torch.compiler.is_compiling() or _num_muted:
+        if is_recorded() or _num_muted:
             return
         owner = self._owner()
         if owner is not None:
@@ -86,7 +86,9 @@ class CallListeners:
         self._listener, self._models = CallListener(hear), models
         for model in models:
             hide_hooks(model)
-        self._hooks = [m.register_forward_pre_hook(self._listener, prepend=True, with_kwargs=True) for m in models]
+        self._hooks = [
+            nn.Module.register_forward_pre_hook(m, self._listener, prepend=True, with_kwargs=True) for m in models
+        ]
         self.follow()
 
     def follow(self) -> None:

@@ -36,7 +36,7 @@ def watch_forwards(model: nn.Module, guard: Watching) -> list[RemovableHandle]:
             inside.pop().__exit__(None, None, None)  # torch gives a hook no error, even if forward raised one
 
     return [
-        model.register_forward_pre_hook(before, with_kwargs=True),
+        nn.Module.register_forward_pre_hook(model, before, with_kwargs=True),
         # always_call: a forward that raises must close the watch too, or the next one would go unseen.
-        model.register_forward_hook(after, always_call=True),
+        nn.Module.register_forward_hook(model, after, always_call=True),
     ]

@@ -40,7 +40,9 @@ class OtherGradients:
         """Whether a function is running whose step has been settled: its calls say nothing about other gradients."""
         hide_hooks(model)
         self._hook = (
-            model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True) if watch else None
+            nn.Module.register_forward_pre_hook(model, CallListener(self.hear), prepend=True, with_kwargs=True)
+            if watch
+            else None
         )
         if watch:
             _join(self)

@@ -119,7 +119,7 @@ def _measure(step: Step, modules: dict[int, str]) -> _Sizes:
             sizes.layers.append(_Layer(modules[id(module)], module, stack.read(), square, dead))
 
     # On the program's own modules: removed below whatever happens, or they would be saved with the model.
-    handles = [module.register_forward_hook(note) for module in named.values()]
+    handles = [nn.Module.register_forward_hook(module, note) for module in named.values()]
     try:
         with step.replay() as run:
             names = {name: grad for name, grad in run.grads.items() if grad.layout is torch.strided}

@@ -119,8 +119,8 @@ class Investigator:
         end = CallListener(self.hear_end, num_arguments=4)
         return [
             # prepend: the arguments as the program gave them, before hooks of its own change them.
-            self._model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True),
-            self._model.register_forward_hook(end, with_kwargs=True),
+            nn.Module.register_forward_pre_hook(self._model, CallListener(self.hear), prepend=True, with_kwargs=True),
+            nn.Module.register_forward_hook(self._model, end, with_kwargs=True),
         ]
 
     def hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -143,7 +143,8 @@ def open_autocast(config: GuardConfig, watched: Watched) -> contextlib.AbstractC
     """Return the autocast context of the settings, for the device that the parameters are on now."""
     if config.autocast is None:
         return contextlib.nullcontext()
-    device = watched.trained.named[0][1].device.type
+    # Of the model's: all that are trained may be lazy in the first forward, and not be named yet.
+    device = next(watched.trained.model.parameters()).device.type
     dtype = DTYPES[config.autocast]
     # fp32 gives a disabled context, which keeps out an autocast that the caller has open.
     return torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32)

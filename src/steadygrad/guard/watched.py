@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.call_listener import CallListeners
@@ -83,6 +84,9 @@ class Watched:
             count_buffer_edits=lambda: buffers.num_edits,
         )
         self._signature = _sign(trained.optimizers)
+        held = (p for optimizer in trained.optimizers for group in optimizer.param_groups for p in group["params"])
+        self._lazy = [p for p in held if is_lazy(p)]
+        """Parameters that `trained` does not name yet, since their first forward makes them."""
 
     def compile(self) -> None:
         """On CUDA, compile or load all kernels now, so that no step waits for one."""
@@ -100,7 +104,7 @@ class Watched:
     @property
     def has_new_parameters(self) -> bool:
         """Whether the optimizers' parameters differ from those watched so far."""
-        return _sign(self.trained.optimizers) != self._signature
+        return _sign(self.trained.optimizers) != self._signature or not all(map(is_lazy, self._lazy))
 
     def watch_new_parameters(self) -> None:
         """Watch the new parameters from now on. Every earlier step must have been judged."""

@@ -21,6 +21,7 @@ from steadygrad.facts import ActivationScan, ActivationStats
 from steadygrad.measure.rows import PIECE, PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
 from steadygrad.measure.uncompiled import uncompiled
+from steadygrad.state.hidden_hooks import is_recorded
 from steadygrad.state.modules import list_modules
 from steadygrad.state.tree import find_tensors
 
@@ -92,7 +93,7 @@ class ActivationWatch:
         if not self._handles:
             for name, module in _list_watched(self._model):
                 observe = functools.partial(self._observe, name)
-                self._handles.append(module.register_forward_hook(observe, with_kwargs=True))
+                self._handles.append(nn.Module.register_forward_hook(module, observe, with_kwargs=True))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -115,7 +116,7 @@ class ActivationWatch:
 
     @uncompiled
     def _observe(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training or _get_current_dispatch_mode() is not None:
+        if is_recorded() or not module.training or _get_current_dispatch_mode() is not None:
             return
         try:
             with torch.no_grad():

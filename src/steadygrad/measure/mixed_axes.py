@@ -133,7 +133,7 @@ class TimeFirstWatch:
         self._handles: list[RemovableHandle] = []
         for name, module in list_modules(model):
             if isinstance(module, TIME_FIRST) and not _is_batch_first(module):
-                self._handles.append(module.register_forward_pre_hook(self._make_hook(name)))
+                self._handles.append(nn.Module.register_forward_pre_hook(module, self._make_hook(name)))
 
     def close(self) -> None:
         """Stop listening."""

@@ -24,5 +24,5 @@ def watch_one_call(model: nn.Module, mode: TorchFunctionMode, after: Callable[[]
 
     # Registered before the mode is entered: were this to fail, nothing would be left open. `prepend`: the mode ends
     # before the program's own forward hooks run.
-    handles.append(model.register_forward_hook(leave, prepend=True, always_call=True))
+    handles.append(nn.Module.register_forward_hook(model, leave, prepend=True, always_call=True))
     mode.__enter__()

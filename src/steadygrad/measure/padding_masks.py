@@ -55,7 +55,7 @@ class AttentionWatch:
             for layer in self._model.modules():
                 if type(layer).forward is nn.MultiheadAttention.forward:
                     hide_hooks(layer)
-                    self._handles.append(layer.register_forward_pre_hook(hear, with_kwargs=True))
+                    self._handles.append(nn.Module.register_forward_pre_hook(layer, hear, with_kwargs=True))
 
     def close(self) -> None:
         """Stop listening, and keep no tensor of the step."""

@@ -150,9 +150,11 @@ class ForwardWatch:
         after = QuietHook(self._after_module, num_arguments=3)
         for _, module in list_modules(self._model):
             hide_hooks(module)
-            self._hooks.append(module.register_forward_pre_hook(before))
-            self._hooks.append(module.register_forward_hook(after))
-        self._hooks.append(self._model.register_forward_pre_hook(QuietHook(self._before_model, num_arguments=2)))
+            self._hooks.append(nn.Module.register_forward_pre_hook(module, before))
+            self._hooks.append(nn.Module.register_forward_hook(module, after))
+        self._hooks.append(
+            nn.Module.register_forward_pre_hook(self._model, QuietHook(self._before_model, num_arguments=2))
+        )
 
     def close(self) -> None:
         """Remove the hooks."""

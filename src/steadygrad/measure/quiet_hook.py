@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from steadygrad.measure.uncompiled import uncompiled
+from steadygrad.state.hidden_hooks import is_recorded
 
 
 class QuietHook:
@@ -25,7 +26,7 @@ class QuietHook:
 
     @uncompiled
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():  # first: dynamo cannot trace the weak reference
+        if is_recorded():  # first: dynamo cannot trace the weak reference
             return
         hear = self._hear()
         if hear is not None:

@@ -47,7 +47,7 @@ class RestoredWatch:
     def __init__(self, trained: TrainedParameters, transfer: Transfer) -> None:
         self._model, self._transfer = trained.model, transfer
         named = () if trained.is_fragmented else trained.named
-        self._parameters = [p for _, p in named if p.is_floating_point() and p.numel() and is_readable(p)]
+        self._parameters = [p for _, p in named if p.is_floating_point() and is_readable(p) and p.numel()]
         self._first: Tensor | None = None
         self._sampled: Sequence[Tensor] = ()
         self._seen: list[Tensor] = []

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from steadygrad.config.checks import is_number, is_positive, require_argument
 from steadygrad.measure import Transfer
 from steadygrad.measure.gradients import is_dtensor
+from steadygrad.state.hidden_hooks import is_recorded
 
 _log = logging.getLogger("steadygrad")
 
@@ -209,8 +210,8 @@ class ActivationMonitor:
         return {name: count / sum(bounded[name]) for name, (count,) in _fetch(counts).items()}
 
     def _observe(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
-        # Dynamo folds is_compiling() to True, so nothing of the hook is left in a graph.
-        if torch.compiler.is_compiling() or (self._training_only and not module.training):
+        # Dynamo folds it to True, so nothing of the hook is left in a graph.
+        if is_recorded() or (self._training_only and not module.training):
             return
         try:
             with torch.no_grad():

@@ -9,10 +9,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from steadygrad.state.hidden_hooks import hide_hooks
+from steadygrad.state.hidden_hooks import hide_hooks, is_recorded
 
 OnCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 
@@ -27,7 +26,7 @@ def hear_calls(module: nn.Module, call: OnCall) -> bool:
     is_fsdp = hasattr(module, "_get_fsdp_state")
     if not hide_hooks(module) and not is_fsdp:
         return False
-    module.register_forward_pre_hook(_make_hook(module, [call]), prepend=is_fsdp, with_kwargs=True)
+    nn.Module.register_forward_pre_hook(module, _make_hook(module, [call]), prepend=is_fsdp, with_kwargs=True)
     return True
 
 
@@ -54,7 +53,7 @@ def _make_hook(module: nn.Module, listeners: list[OnCall]) -> Callable[..., None
 
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Shallow copies, such as the replicas of nn.DataParallel, share the dict and so this hook.
-        if not torch.compiler.is_compiling() and called is heard():
+        if not is_recorded() and called is heard():
             for listener in list(listeners):  # one may leave now
                 listener(called, args, kwargs)
 

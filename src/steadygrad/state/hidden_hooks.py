@@ -3,6 +3,10 @@
 A forward hook lives in the module's own dict, which `torch.save(model)` pickles, `copy.deepcopy` copies and
 `torch.jit.script` compiles. So the dicts that hold ours do all that as the plain ones they would be without it. A hook
 is hidden if it has a true `is_quiet`.
+
+Hooks of ours are registered by `nn.Module.register_forward_pre_hook(module, ...)`, not by the module's own method: a
+scripted or traced module refuses the method, but calls from Python run its hooks all the same, and neither its copies
+nor its files have them.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import nn
 
 FLAGS = {
@@ -56,6 +61,11 @@ def hide_hooks(module: nn.Module) -> bool:
             held[name] = hooks = _Hooks()
             held.update({key: _Flags(hooks) for key in flags})
     return isinstance(held.get("_forward_pre_hooks"), _Hooks)
+
+
+def is_recorded() -> bool:
+    """Whether torch compiles or traces what is called now: operations of ours would become part of that."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _is_ours(hook: Any) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.state.flat_shards import clean_name, find_flat_shards
@@ -31,7 +32,7 @@ class TrainedParameters:
     """The user's own module, without wrappers."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     named: tuple[tuple[str, Tensor], ...]
-    """The optimizers' parameters, under their names in the model."""
+    """The optimizers' parameters, under their names in the model; without lazy ones that are not made yet."""
     unoptimized: tuple[str, ...]
     """Trainable parameters of the model that no optimizer holds."""
     foreign: tuple[str, ...]
@@ -75,6 +76,8 @@ def find_trained_parameters(
                 if id(parameter) in held:
                     continue
                 held.add(id(parameter))
+                if is_lazy(parameter):
+                    continue  # no forward has made it yet
                 name = names.get(id(parameter))
                 if name is None:
                     name = f"optimizer{o}.group{g}.{i}"

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from steadygrad.state.live_objects import is_affordable, list_live, list_young
 from steadygrad.state.trained_parameters import unwrap
 
 
-def find_owner(parameters: Sequence[Tensor]) -> nn.Module:
-    """Return the module of these parameters."""
+def find_owner(parameters: Sequence[Tensor]) -> tuple[nn.Module, nn.Module]:
+    """Return the module of these parameters, and the outermost one that it is a part of."""
     held = {id(p) for p in parameters}
     owners = _choose_owners(_find_roots(), held)
     if len(owners) == 1 and held <= _parameter_ids(owners[0]):
-        return _narrow(owners[0], held)
-    return _gather(owners, parameters)
+        return _narrow(owners[0], held), owners[0]
+    gathered = _gather(owners, parameters)
+    return gathered, gathered
 
 
 def list_parts(owner: nn.Module) -> list[nn.Module]:
@@ -33,9 +35,16 @@ def _find_roots() -> list[nn.Module]:
     """Return modules that no other module holds."""
     # Young ones: what an optimizer trains is seldom much older than itself where there are so many of them.
     modules = list_live(nn.Module) if is_affordable() else list_young(nn.Module)
-    # vars(): a module whose constructor has not reached super().__init__() has no `_modules`.
-    children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
+    children = {id(child) for module in modules for child in _list_children(module)}
     return [module for module in modules if id(module) not in children]
+
+
+def _list_children(module: nn.Module) -> list[nn.Module | None]:
+    # vars(): a module whose constructor has not reached super().__init__() has no `_modules`.
+    held = vars(module)
+    # What a traced module runs, and that has its parts; calls do not pass through this one's hooks.
+    inner = held.get("_actual_script_module")
+    return list((held.get("_modules") or {}).values()) if inner is None else [inner, *inner._modules.values()]
 
 
 def _choose_owners(roots: Sequence[nn.Module], held: set[int]) -> list[nn.Module]:
@@ -44,8 +53,16 @@ def _choose_owners(roots: Sequence[nn.Module], held: set[int]) -> list[nn.Module
     chosen: list[nn.Module] = []
     left = set(held)
     while covered:
-        # The most parameters, then the smallest module: a model before a container that holds it and others.
-        module, ids = max(covered.values(), key=lambda pair: (len(pair[1] & left), -len(_parameter_ids(pair[0]))))
+        # The most parameters, then the smallest module: a model before a container that holds it and others. A scripted
+        # one before that which it was made from and shares its parameters with: it is the one that is called.
+        module, ids = max(
+            covered.values(),
+            key=lambda pair: (
+                len(pair[1] & left),
+                -len(_parameter_ids(pair[0])),
+                isinstance(pair[0], torch.jit.ScriptModule),
+            ),
+        )
         if not ids & left:
             break
         chosen.append(module)

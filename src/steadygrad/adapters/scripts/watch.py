@@ -105,13 +105,13 @@ class Watch:
         self._list_optimizers = list_optimizers
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
-        self.owner = find_owner(list_parameters(optimizer))
+        self.owner, root = find_owner(list_parameters(optimizer))
         self._own_scale, self._is_made = OwnScale(optimizer), False
         self._program = ProgramWatch(
             list_trained_parameters(self.owner, optimizer), every=options.config.measure.scan_every
         )
         # While observing nothing is restored, so an empty module spares the copies.
-        self._buffers = BufferKeeper(nn.Module() if self._observe else self.owner)
+        self._buffers = BufferKeeper(nn.Module()) if self._observe else BufferKeeper(self.owner, root=root)
         self._judgement: Judgement | None = None
         self._transfer = Transfer()
         self._step = 0
@@ -380,7 +380,7 @@ class Watch:
             return
         self._signature = signature
         if not {id(p) for p in parameters} <= {id(p) for p in self.owner.parameters()}:
-            self.owner = self._diagnosis.owner = find_owner(parameters)
+            self._diagnosis.owner = self.owner = find_owner(parameters)[0]
         names = {id(p): name for name, p in self.owner.named_parameters()}
         named = tuple((names[id(p)], p) for p in parameters)
         trained = name_trained(self.owner, self.optimizer, named, beside=self._list_optimizers())
