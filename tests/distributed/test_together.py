@@ -315,6 +315,36 @@ def test_weights_pruned_on_all_ranks_are_not_reported_as_dead() -> None:
     assert run_ranks(prune_and_train, 2) == [[], []]
 
 
+class Transitions(nn.Module):
+    """Scores of what may follow; the program writes -Inf where something cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.allowed = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scores(x) + self.allowed).logsumexp(1)
+
+
+def forbid_and_train(ranks: list[int]) -> list[str]:
+    torch.manual_seed(0)
+    model = Transitions()
+    ddp = DistributedDataParallel(model)
+    guard = Guard(ddp, torch.optim.Adam(ddp.parameters(), 1e-2))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(110):
+        if step == 50 and dist.get_rank() in ranks:
+            with torch.no_grad():
+                model.allowed[1] = -math.inf
+        guard.step(lambda x: ddp(x).square().mean(), torch.randn(8, 4, generator=generator))
+    return find_kinds(guard)
+
+
+def test_a_weight_that_all_ranks_made_infinite_is_left_alone_and_that_of_one_is_not() -> None:
+    assert run_ranks(forbid_and_train, 2, [0, 1]) == [[], []]
+    assert all("nonfinite_parameter" in kinds for kinds in run_ranks(forbid_and_train, 2, [1]))
+
+
 def grow_until_not_finite(in_batch: bool) -> list[str]:
     model = DistributedDataParallel(make_model())
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-12))

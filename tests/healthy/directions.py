@@ -29,6 +29,22 @@ def ascent_by_maximize(trial: Trial) -> None:
 
 
 @scenario
+def ascent_by_a_negative_rate(trial: Trial) -> None:
+    """The same with a rate below 0, which torch accepts once the optimizer is there."""
+    network, x = make_mlp(12, 64, 4), torch.randn(64, 12)
+    network.requires_grad_(False)
+    model, usual = nn.ParameterDict({"shift": torch.full((12,), 0.01)}), network(x)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer.param_groups[0]["lr"] = -3.0
+
+    def loss(number: int) -> Tensor:
+        return (network(x + model["shift"]) - usual).square().mean()
+
+    loop = trial.run(model, optimizer, 300, loss)
+    trial.expect("last loss", loop.final, above=100 * loop.losses[0])
+
+
+@scenario
 def prices_that_climb(trial: Trial) -> None:
     """A multiplier in a group of its own with `maximize=True`: it climbs until a constraint holds, the loss with it."""
     model = nn.ModuleDict({"network": make_mlp(4, 32, 1), "price": nn.ParameterList([torch.zeros(1)])})

@@ -52,6 +52,18 @@ def nll_on_logits(bug: bool) -> Built:
     )
 
 
+@case("wrong_loss_input", "NLLLoss on logits, beside a penalty on their logsumexp (z-loss)")
+def nll_on_logits_with_a_penalty(bug: bool) -> Built:
+    model = mlp(8, 16, 4)
+
+    def find_loss(x: Tensor, y: Tensor) -> Tensor:
+        scores = model(x)
+        chosen = scores if bug else scores.log_softmax(1)
+        return F.nll_loss(chosen, y) + 1e-3 * scores.logsumexp(1).square().mean()
+
+    return model, adam(model), _train_on_clusters(find_loss)
+
+
 @case("wrong_loss_input", "stackoverflow: sigmoid before CrossEntropyLoss")
 def sigmoid_before_cross_entropy(bug: bool) -> Built:
     model = nn.Sequential(mlp(8, 16, 4), nn.Sigmoid() if bug else nn.Identity())

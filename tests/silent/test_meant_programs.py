@@ -359,7 +359,69 @@ def keep_gradients_elsewhere() -> Guard:
     return guard
 
 
+def compare_all_samples() -> Guard:
+    """A generator by its energy distance: every sample with every datum, and with every other sample."""
+    model = make_net(4, 32, 1)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+
+    def find_loss(z: Tensor, y: Tensor) -> Tensor:
+        x = model(z)
+        return 2 * (x - y).abs().mean() - (x - x.t()).abs().mean()
+
+    for _ in range(60):
+        guard.step(find_loss, torch.randn(32, 4), torch.randn(32))
+    return guard
+
+
+def measure_statistics_again() -> Guard:
+    """Precise BatchNorm, as in fvcore: the statistics of batches in train mode with a momentum of 1 are averaged."""
+    model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+    guard, norm = Guard(model, torch.optim.Adam(model.parameters(), 3e-3)), model[1]
+    for step in range(200):
+        guard.step(lambda x: F.mse_loss(model(x).squeeze(1), x[:, 0] * x[:, 1]), torch.randn(64, 6))
+        if step % 40 == 39:
+            norm.momentum, means = 1.0, []
+            with torch.no_grad():
+                for _ in range(6):
+                    model(torch.randn(64, 6))
+                    means.append(norm.running_mean.clone())
+            norm.running_mean.copy_(torch.stack(means).mean(0))
+            norm.momentum = 0.1
+    return guard
+
+
+def write_out_cross_entropy() -> Guard:
+    """Cross entropy as logsumexp minus score, with a penalty on the logsumexp; `nll_loss` only picks the score."""
+    model = make_net(6, 32, 4)
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+
+    def find_loss(x: Tensor) -> Tensor:
+        scores = model(x)
+        total = scores.logsumexp(1)
+        return F.nll_loss(scores, x[:, :4].argmax(1)) + total.mean() + 1e-3 * total.square().mean()
+
+    for _ in range(60):
+        guard.step(find_loss, torch.randn(32, 6))
+    return guard
+
+
+def reset_upper_layers() -> Guard:
+    """Fine-tuning from few samples: a pretrained network is loaded, and all but its lowest layer is set anew."""
+    model = make_net(6, 32, 32, 32, 32, 32, 4)
+    model.load_state_dict(make_net(6, 32, 32, 32, 32, 32, 4).state_dict())
+    for place in (2, 4, 6, 8, 10):
+        model[place].reset_parameters()
+    guard = Guard(model, torch.optim.Adam(model.parameters(), 3e-3))
+    for _ in range(20):
+        guard.step(lambda x: F.cross_entropy(model(x), x[:, :4].argmax(1)), torch.randn(32, 6))
+    return guard
+
+
 PROGRAMS = [
+    reset_upper_layers,
+    write_out_cross_entropy,
+    compare_all_samples,
+    measure_statistics_again,
     rank_pairs,
     classify_log_probabilities,
     sum_over_tokens,

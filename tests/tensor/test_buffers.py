@@ -365,6 +365,17 @@ def test_a_select_gives_the_same_as_a_restore(found: float, change: Callable[[Ke
 
 
 @every_form
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_buffers_of_a_scripted_part_are_restored(form: str) -> None:
+    torch.manual_seed(1)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    training = Training(nn.Sequential(scripted, nn.Linear(8, 1)), form)
+    training.steps(3)
+    training.assert_a_bad_step_leaves_no_trace()
+    training.steps(2)
+
+
+@every_form
 def test_buffers_on_meta_are_ignored(form: str) -> None:
     model = make_normed()
     model.side = nn.BatchNorm1d(3, device="meta")

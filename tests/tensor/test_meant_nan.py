@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,19 @@ def test_nan_that_no_step_reads_is_left_alone(make: Callable[[], nn.Module]) -> 
     states, guard = train(make, guarded=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, states))
     assert [f for f in guard.findings if f.severity is not Severity.INFO] == []
+
+
+def test_a_weight_that_the_program_made_infinite_is_saved_until_it_is_nan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Searching()
+    with Guard(model, torch.optim.Adam(model.parameters(), 3e-3), run_dir=tmp_path) as guard:
+        for number in range(300):
+            guard.step(model, number)
+        assert guard.health()["overall_healthy"]
+        assert guard.save() is not None
+        model.operations[0].weight.data.fill_(math.nan)
+        assert not guard.health()["parameters_healthy"]
+        assert guard.save() is None
 
 
 class Carrying(nn.Module):

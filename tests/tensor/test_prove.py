@@ -481,6 +481,28 @@ def test_a_raised_weight_decay_is_intended() -> None:
     assert {i.outcome.action for i in loop.guard.incidents} <= {Action.NONE}
 
 
+@pytest.mark.parametrize("give_loss", [False, True], ids=["function", "loss"])
+def test_a_rate_that_is_negative_from_the_start_is_an_ascent(give_loss: bool) -> None:
+    loop = Loop()
+    loop.optimizer.param_groups[0]["lr"] = -3e-3
+    train(loop, step_by_loss if give_loss else None, harm=False)
+
+    assert [f.severity for f in loop.guard.findings if f.severity is not Severity.INFO] == []
+    assert any("the optimizer maximises" in f.message for f in loop.guard.findings)
+
+
+def test_a_schedule_that_runs_on_below_zero_does_damage() -> None:
+    loop = Loop()
+
+    def step(loop: Loop, number: int) -> None:
+        loop.optimizer.param_groups[0]["lr"] = 1e-2 * (1 - number / 100)
+        loop.guard.step(loop.loss, *loop.make_batch(number))
+
+    train(loop, step, harm=False)
+    finding = loop.find("loss_explosion")[0]
+    assert (finding.severity, finding.evidence["proof"]) == (Severity.ERROR, Answer.DAMAGED)
+
+
 def test_the_budget_limits_the_tests() -> None:
     config = GuardConfig(clip=None, prove=ProveConfig(first_budget=1, budget_share=1e-6))
     (finding,) = train(Loop(config=config)).find("loss_explosion")

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from steadygrad import Guard
 from steadygrad.errors import CheckpointError
 from steadygrad.scan.checkpoint_scan import TensorScan, scan_checkpoint
 from steadygrad.scan.readers.chunks import CHUNK_BYTES
@@ -166,6 +167,15 @@ def test_nonfinite_plain_numbers_are_reported(tmp_path: Path) -> None:
 
     torch.save({"best": INF}, tmp_path / "x.pt")
     assert scan_checkpoint(tmp_path / "x.pt").is_clean  # programs often initialise a best loss like this
+
+
+def test_an_infinity_that_a_history_of_the_guard_begins_with_is_not_listed(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 1)
+    with Guard(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=tmp_path) as guard:
+        guard.step(lambda x: model(x).square().mean(), torch.randn(4, 3))
+        guard.save()
+    (folder,) = (tmp_path / "checkpoints").glob("step_*")
+    assert scan_checkpoint(folder).bad_numbers == ()
 
 
 def test_an_infinite_mask_is_not_damage_but_an_infinite_weight_is(tmp_path: Path) -> None:

@@ -390,6 +390,8 @@ def test_an_unknown_field_is_reported_with_the_known_fields() -> None:
     message = refuse({"record": {"every": 3}})
     assert "record.every: unknown; did you mean steps_every? RecordConfig has layers_every, steps_every" in message
     assert "record.weather: unknown; RecordConfig has" in refuse({"record": {"weather": 3}})
+    message = refuse({"policy": {"loss_spike": "rollback"}})
+    assert "policy.loss_spike: unknown; an answer to a kind of finding belongs into policy.actions. Policy" in message
 
 
 def test_a_value_out_of_range_is_reported_with_its_path() -> None:

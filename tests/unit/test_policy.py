@@ -138,12 +138,14 @@ def test_an_info_is_never_acted_on() -> None:
     assert judge.decide(finding("loss_explosion", 30, Severity.INFO)).action is Action.NONE
 
 
-def test_a_finding_about_a_clipped_step_reports_the_clip() -> None:
-    verdict = Judge().decide(
-        finding("exploding_gradient", 5, Severity.INFO), reading=reading(5, 1.0, 50.0, clip_coefficient=0.02)
-    )
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [("exploding_gradient", Action.CLIP), ("high_gradient_norm", Action.CLIP), ("wrong_split", Action.NONE)],
+)
+def test_a_finding_about_the_size_of_a_clipped_gradient_reports_the_clip(kind: str, action: Action) -> None:
+    clipped = reading(5, 1.0, 50.0, clip_coefficient=0.02)
 
-    assert verdict.action is Action.CLIP
+    assert Judge().decide(finding(kind, 5, Severity.INFO), reading=clipped).action is action
 
 
 # --- budgets and cool-downs ------------------------------------------------------------------------------------------

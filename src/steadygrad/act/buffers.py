@@ -27,7 +27,10 @@ from steadygrad.state.finite import count_nonfinite
 # Asked of each module before every step: maps over these take a tenth of a loop's time.
 _own_modules, _own_buffers = operator.itemgetter("_modules"), operator.itemgetter("_buffers")
 _list_values, _list_names = operator.methodcaller("values"), operator.methodcaller("keys")
+_read_version = operator.attrgetter("_version")
 _keepers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BufferKeeper]] = weakref.WeakKeyDictionary()
+USUAL_STEPS = 50
+"""Steps between two edits by the program that make the second one a decision, and not a part of each step."""
 
 
 class BufferKeeper:
@@ -62,6 +65,10 @@ class BufferKeeper:
         """Those whose NaN no step reads: the step after it was finite."""
         self.has_begun = False
         """Whether a forward of the current step was seen."""
+        self.num_edits = 0
+        """How often the program has changed buffers between two steps, which it does not usually do: gates, masks."""
+        self._versions: list[int] | None = None
+        self._num_steps, self._edited_at = 0, -USUAL_STEPS
         self._beside = _keepers.setdefault(model if root is None else root, weakref.WeakSet())
         self._beside.add(self)
         self._heard = (model, *wrappers)
@@ -108,10 +115,29 @@ class BufferKeeper:
     def forget(self) -> None:
         """Forget what happened to the buffers before: another state was loaded."""
         self.has_begun = self._may_have_begun = False
-        self._doubtful = {}
+        self._doubtful, self._versions = {}, None
         self._copy()
 
+    def _note_edit(self) -> None:
+        """Note whether the buffers have been changed since the last step ended."""
+        versions, self._versions = self._versions, None
+        if versions is not None and versions != list(map(_read_version, self._tensors)):
+            self.num_edits += self._num_steps - self._edited_at >= USUAL_STEPS
+            self._edited_at = self._num_steps
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Leave out of the program's edits what we change inside this, and put back."""
+        is_between_steps = self._versions is not None
+        self._note_edit()
+        try:
+            yield
+        finally:
+            if is_between_steps:
+                self._versions = list(map(_read_version, self._tensors))
+
     def _copy(self) -> None:
+        self._note_edit()
         # Runs before each step's first forward: for the same tensors, one foreach copy for each device and dtype.
         if self._is_as_walked() and list(map(find_kind, self._tensors)) == self._kinds:
             for pack in self._packs:
@@ -204,6 +230,8 @@ class BufferKeeper:
         if self._listeners is not None:
             self._listeners.follow()
         self.has_begun = self._may_have_begun = False
+        # Where nothing is kept there is nothing to compare; inference tensors, which have no version, are kept apart.
+        self._versions, self._num_steps = list(map(_read_version, self._tensors)) or None, self._num_steps + 1
         if len(self._beside) > 1:
             for keeper in self._beside:
                 if keeper is not self and keeper.has_begun:
@@ -241,11 +269,12 @@ class BufferKeeper:
         """Restore the buffers' present values on exit, whatever a replay does to them inside."""
         # Copies every buffer once more, on its device: only while a step is replayed or tested.
         present, paused, self._paused = BufferKeeper(self._model), self._paused, True
-        try:
-            yield
-        finally:
-            present.put_back()
-            self._paused = paused
+        with self._aside():
+            try:
+                yield
+            finally:
+                present.put_back()
+                self._paused = paused
 
     def find_spoilt(self) -> dict[str, int]:
         """Return the buffers that were finite before this forward and no longer are, with their number of bad elements.

@@ -16,6 +16,7 @@ from typing import Any
 
 from steadygrad.config.checks import as_enum
 from steadygrad.errors import ConfigError
+from steadygrad.facts.kinds import KINDS
 from steadygrad.words import spell_count
 
 
@@ -117,6 +118,8 @@ def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[WrongFi
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
+            if name in KINDS and "actions" in known:
+                meant = f"an answer to a kind of finding belongs into {path}actions. "
             _add(errors, where, f"unknown; {meant}{cls.__name__} has {', '.join(sorted(known))}.")
             continue
         before = len(errors)

@@ -20,6 +20,7 @@ def decide(finding: Finding, reading: Reading | None, on_nonfinite: Action) -> V
         return Verdict(action=Action.SKIP, reason="the step was skipped, and the buffers were restored")
     if finding.kind == "nonfinite_input" and reading is not None and reading.skipped:
         return Verdict(action=Action.SKIP, reason="the step that this batch made was skipped")
-    if reading is not None and reading.clipped and finding.step == reading.step:
+    is_clipped = reading is not None and reading.clipped and finding.step == reading.step
+    if is_clipped and find_kind(finding.kind).of_size:
         return Verdict(action=Action.CLIP, reason="the norm is above the clip threshold")
     return Verdict(action=Action.NONE, reason="reported, not acted on")

@@ -116,7 +116,8 @@ class DeadGradient(Remembering):
     One that was zero from the first step on is a warning only when it is half of the model. A unit that does not fire
     gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros. Those of an
     embedding are the rows that the batch does not look up, however few it looks up. When the program prunes weights,
-    what is usual is learnt again from scratch, in the layers behind them too.
+    or edits a buffer that it does not usually edit (a gate), what is usual is learnt again from scratch, in the layers
+    behind them too.
     """
 
     name = "dead_units"

@@ -41,8 +41,11 @@ class NonfiniteLoss(Remembering):
     hears_plain = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Return an error when the loss is not finite."""
+        """Return an error when the loss is not finite; an info where the program has dealt with it."""
         if not isinstance(fact, Reading) or not fact.loss_is_nonfinite:
+            return
+        if fact.is_cleaned:
+            yield _describe_cleaned(fact)
             return
         is_value_alone = fact.loss in (math.inf, -math.inf) and bool(fact.gradients.names) and not fact.num_nonfinite
         yield Finding(
@@ -55,6 +58,17 @@ class NonfiniteLoss(Remembering):
             else "Look for log(0), a division by an empty mask, every label ignored, or overflow in half precision.",
             evidence={"loss": str(fact.loss)},
         )
+
+
+def _describe_cleaned(reading: Reading) -> Finding:
+    return Finding(
+        kind=NonfiniteLoss.name,
+        severity=Severity.INFO,
+        step=reading.step,
+        message=f"the loss is {spell(reading.loss)}; the program replaced the NaN in its gradients before the step",
+        advice="Nothing was skipped. Look for log(0), a division by an empty mask or every label ignored if it is new.",
+        evidence={"loss": str(reading.loss)},
+    )
 
 
 class NonfiniteGradient(Remembering):

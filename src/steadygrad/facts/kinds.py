@@ -30,8 +30,14 @@ class Kind:
     of_settings: bool = True
     """Another learning rate could have prevented it; other kinds concern the data, the program or the run."""
 
+    @property
+    def of_size(self) -> bool:
+        """Whether it is about the size of a step, which a clip has limited."""
+        return self.name in _OF_SIZE
+
 
 _ABOUT_STEP = ("nonfinite_loss", "nonfinite_gradient", "nonfinite_rate")
+_OF_SIZE = ("loss_spike", "exploding_gradient", "high_gradient_norm", "rising_norm", "adam_rms", "update_norm")
 _FATAL = ("nonfinite_parameter", "nonfinite_buffer")
 _SPIKES = ("loss_spike", "exploding_gradient")
 _NEED_PROOF = ("loss_explosion", "unrecovered_loss", "divergence", "rising_norm")

@@ -16,7 +16,10 @@ class LossCall:
     op: str
     """'nll_loss', 'cross_entropy', 'binary_cross_entropy_with_logits', ..."""
     fed_by: str
-    """'softmax', 'log_softmax', 'sigmoid', 'linear', ...; views and casts are passed through. Empty if unknown."""
+    """'softmax', 'log_softmax', 'sigmoid', 'linear', ...; views and casts are passed through. Empty if unknown.
+
+    'written_out' before a `nll_loss` to which the same loss adds the logsumexp of its scores.
+    """
     shape: tuple[int, ...] = ()
     """Shape of its input."""
     softmax_dim: int | None = None

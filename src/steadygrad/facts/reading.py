@@ -109,6 +109,8 @@ class Reading:
     """Buffers that this step's forward made NaN or Inf, with the number of bad elements; they were put back."""
     bad_rates: Mapping[int, float] = field(default_factory=dict, repr=False)
     """Position of a parameter group -> its learning rate, where that is NaN or Inf; the step was then skipped."""
+    is_cleaned: bool = False
+    """Whether the loss was NaN or Inf, and the program itself made its gradients finite before the step."""
     adam_rms: Mapping[str, float] | None = field(default=None, repr=False)
     """Adam family: name -> sqrt(mean(g^2 / max(v, eps^2))), v with bias correction, after this step entered it."""
     update_norm: float | None = None

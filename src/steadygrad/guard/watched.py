@@ -74,7 +74,15 @@ class Watched:
             scaler=self._scaler,
             buffers=self._buffers,
         )
-        self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks, program=self.program, edits=self.edits)
+        buffers = self._buffers
+        self.periodic_scans = PeriodicScans(
+            trained,
+            self._config,
+            ranks=ranks,
+            program=self.program,
+            edits=self.edits,
+            count_buffer_edits=lambda: buffers.num_edits,
+        )
         self._signature = _sign(trained.optimizers)
         held = (p for optimizer in trained.optimizers for group in optimizer.param_groups for p in group["params"])
         self._lazy = [p for p in held if is_lazy(p)]

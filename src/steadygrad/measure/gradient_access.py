@@ -8,7 +8,7 @@ gradient alive.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -35,3 +35,10 @@ def sign_gradients(named: Sequence[tuple[str, Tensor]]) -> Signature | None:
             # torch keeps the Python object of a tensor as long as the tensor: an identity is not used again before.
             return id(gradient), gradient._version
     return None
+
+
+def hold_nan(parameters: Iterable[Tensor]) -> bool:
+    """Return whether a gradient holds a NaN. Reads them one by one: for after a bad loss only."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # Of a sparse one the stored values: a sparse tensor has no `any`.
+    return any(bool((g._values() if g.is_sparse else g).isnan().any()) for g in gradients)

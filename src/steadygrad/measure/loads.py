@@ -172,16 +172,27 @@ def _is_made_up_for(name: str, record: _Record, other: str, later: _Record) -> b
 
 @torch.no_grad()
 def _correlate(module: nn.Module, samples: Mapping[str, Tensor]) -> float | None:
-    """Return the correlation of the loaded elements with those that are there now; None if there is nothing to say."""
-    pairs = list(_pair(module, samples))
-    if not pairs:
+    """Return the correlation of the loaded elements with those that are there now; None if there is nothing to say.
+
+    Nor is there where some layers of a class are as loaded and others are not: an initialisation by class, which is
+    what overwrites weights by mistake, would have left none of them out. Those were chosen.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    kept: set[type] = set()
+    changed: set[type] = set()
+    for key, then, now in _pair(module, samples):
+        (kept if torch.equal(then, now) else changed).add(type(module.get_submodule(key.rpartition(".")[0])))
+        if then.std() > 0 and now.std() > 0:
+            pairs.append(((then - then.mean()) / then.std(), (now - now.mean()) / now.std()))
+    if not pairs or kept & changed:
         return None
     then, now = (torch.cat(side) for side in zip(*pairs))
     product = torch.dot(then, now) / (then.norm() * now.norm())
     return float(product) if torch.isfinite(product) else None
 
 
-def _pair(module: nn.Module, samples: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _pair(module: nn.Module, samples: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of each sampled tensor, its elements as they were loaded, and those that are there now."""
     own = dict(module.named_parameters(remove_duplicate=False))
     for key, then in samples.items():
         parameter = own.get(key)
@@ -189,6 +200,4 @@ def _pair(module: nn.Module, samples: Mapping[str, Tensor]) -> Iterator[tuple[Te
             continue
         now = _sample(parameter)
         if now.shape == then.shape and then.numel() > 1:
-            one, other = then.double().cpu(), now.double().cpu()
-            if one.std() > 0 and other.std() > 0:
-                yield (one - one.mean()) / one.std(), (other - other.mean()) / other.std()
+            yield key, then.double().cpu(), now.double().cpu()

@@ -42,6 +42,8 @@ VIEWS = frozenset(
     )
 )
 """Ops that move values and do not change them."""
+SUMS = frozenset(("Add", "Sub", "Mean", "Sum", "Div"))
+"""Ops through which the parts of a loss are added up."""
 RESHAPES = frozenset(("View", "UnsafeView", "ReshapeAlias"))
 NAMES = {"Addmm": "linear", "Mm": "linear", "Linear": "linear", "Convolution": "convolution", "Bmm": "matmul"}
 _ENDING = re.compile(r"Backward\d*$")
@@ -94,6 +96,8 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
         shape = () if inner is None else find_shape(inner)
         fed_by = "" if inner is None else name_op(inner)
         op, dim, deeper = LOSSES[kind], None, None
+        if op == "nll_loss" and fed_by != "LogSoftmax" and _adds_logsumexp(loss.grad_fn, inner):
+            fed_by = "WrittenOut"
         if fed_by in ("LogSoftmax", "Softmax") and shape:
             dim = None if moved else _sign(inner._saved_dim) % len(shape)
             deeper = pass_views(inner.next_functions[0][0])[0]
@@ -129,6 +133,23 @@ def _describe_log_of_softmax(node: Any, op: str, where: str) -> list[LossCall]:
     shape = find_shape(node)
     dim = _sign(node._saved_dim) % len(shape) if shape else None
     return [LossCall(op=op, fed_by="log_softmax", shape=shape, softmax_dim=dim, where=where)]
+
+
+def _adds_logsumexp(root: Any, scores: Any) -> bool:
+    """Return whether the loss also adds the logsumexp of these scores: the log_softmax before `nll_loss`, written out.
+
+    As it is, and not squared, as a penalty on it would be.
+    """
+    waiting, seen = deque([root]), {root}
+    while waiting and len(seen) < NEAR:
+        node = waiting.popleft()
+        kind = "" if node is None else shorten(node)
+        if kind == "Logsumexp" and pass_views(node.next_functions[0][0])[0] is scores:
+            return True
+        new = {following for following, _ in node.next_functions} - seen if kind in SUMS or kind in VIEWS else ()
+        seen.update(new)
+        waiting.extend(new)
+    return False
 
 
 def find_one_element_norms(loss: Tensor) -> tuple[str, ...]:

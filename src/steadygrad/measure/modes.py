@@ -83,8 +83,8 @@ class ModeWatch:
             return
         self._block, self._block_trains = (step, first_input if is_first else DONE), self._model.training
         scan = dataclasses.replace(self._read(step, is_evaluation=True), is_first=is_first)
-        if any(getattr(layer, "momentum", 0.1) is None and layer.training for _, layer in self._layers):
-            return  # torch's update_bn: statistics are measured again
+        if any(getattr(layer, "momentum", 0.1) in (None, 1.0) and layer.training for _, layer in self._layers):
+            return  # statistics are measured again: by torch's update_bn, or one batch at a time, as fvcore's
         if self._model.training in self._drawn_modes:
             return
         self._facts.append(scan)

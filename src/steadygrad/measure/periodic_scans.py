@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +82,12 @@ class PeriodicScans:
         ranks: Ranks | None = None,
         program: ProgramWatch | None = None,
         edits: EditWatch | None = None,
+        count_buffer_edits: Callable[[], int] = int,
     ) -> None:
-        """`program`: what watches the program; it outlives this object, which is created again for new parameters."""
+        """`program`: what watches the program; it outlives this object, which is created again for new parameters.
+
+        `count_buffer_edits`: returns how often the program has changed buffers that it does not change in each step.
+        """
         self._trained, self._every = trained, config.scan_every
         transfer = Transfer(slots=8)  # a step sends up to four copies, and two steps may be in flight
         self._weights = ParameterWatch(trained, transfer=transfer, ranks=ranks)
@@ -108,16 +112,20 @@ class PeriodicScans:
         self._graph_scan: GraphScan | None = None
         self._first: list[Fact] = []
         masks.install()
-        self._num_masks = masks.count_masks()
+        self._count_buffer_edits = count_buffer_edits
+        self._num_masks = self._count_masks()
         self._edits = edits
         self._edited: int | None = None
-        self._is_edited = False  # since the last scan of the weights
+        self._scanned_at = -1
         self._has_begun = False
         self.num_since = 0
         """Number of optimizer steps since the weights were initialised or replaced."""
         self._given_nonfinite: frozenset[str] | None = None
         self._meant_parameters: frozenset[str] = frozenset()
         self._meant_buffers: frozenset[str] = frozenset()
+        self._bad_parameters: frozenset[str] = frozenset()  # in the last scan
+        self._written: frozenset[str] = frozenset()  # parameters that the program made infinite, and that do no harm
+        self._doubtful_written: frozenset[str] = frozenset()  # ... of the last scan: is the next step finite?
         self._doubtful_buffers: frozenset[str] = frozenset()  # NaN in the last scan: does the next step read them?
         self._born_nonfinite: frozenset[str] = frozenset()
 
@@ -171,9 +179,10 @@ class PeriodicScans:
     def meant_nonfinite(self) -> frozenset[str]:
         """Those parameters, once a finite step has shown that they do no harm: transitions that are -inf.
 
-        And buffers other than a norm's statistics that were NaN in a scan and did not harm the next step either.
+        So are parameters into which the program wrote later, to prune a choice; and buffers other than a norm's
+        statistics that were NaN in a scan and did not harm the next step either.
         """
-        return self._meant_parameters | self._meant_buffers
+        return self._meant_parameters | self._written | self._meant_buffers
 
     @property
     def born_nonfinite(self) -> frozenset[str]:
@@ -256,12 +265,27 @@ class PeriodicScans:
         self._program.after_optimizer(step)
         if self._is_due(step, gaps_before=1):
             looks.rms = self._adam.measure()
-        due = self._is_due(step, gaps_before=2) or (self._every > 0 and self.num_since == FIRST_STEPS)
-        if due:
-            # A collective with several ranks: due by step numbers alone, which are the same on all.
-            looks.weights = self._weights.begin()
+        if self._is_due(step, gaps_before=2) or (self._every > 0 and self.num_since == FIRST_STEPS):
+            with walk_once():  # by both
+                # A collective with several ranks: due by step numbers alone, which are the same on all.
+                looks.weights = self._weights.begin(is_edited=self._were_edited(step))
+                self._scan_program(step, looks, is_due=True)
+        else:
+            self._scan_program(step, looks, is_due=False)
+
+    def _scan_program(self, step: int, looks: Looks, *, is_due: bool) -> None:
         if self._program_scans is not None and looks.program_scans is not None:
-            self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=due)
+            self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=is_due)
+
+    def _count_masks(self) -> int:
+        """Return how often the program has masked weights or outputs, here and elsewhere."""
+        return masks.count_masks() + self._count_buffer_edits()
+
+    def _were_edited(self, step: int) -> bool:
+        """Return whether the program has changed weights since the previous scan; this one is after `step`."""
+        last, since = None if self._edits is None else self._edits.last, self._scanned_at
+        self._scanned_at = step
+        return last is not None and since < last <= step
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
@@ -272,17 +296,19 @@ class PeriodicScans:
         step = reading.step
         if self._given_nonfinite and not reading.is_nonfinite:
             self._meant_parameters = self._given_nonfinite
+        if self._doubtful_written:
+            self._written |= frozenset() if reading.is_nonfinite else self._doubtful_written
+            self._doubtful_written = frozenset()
         if self._doubtful_buffers and not reading.is_nonfinite:
             self._meant_buffers |= self._doubtful_buffers
             self._doubtful_buffers = frozenset()
-        if self._num_masks != masks.count_masks():
-            self._num_masks = masks.count_masks()
+        if self._num_masks != (num := self._count_masks()):
+            self._num_masks = num
             facts.append(MaskChange(step=step))
         edited = None if self._edits is None else self._edits.last
         if edited is not None and edited <= step and edited != self._edited:
             self._edited = edited
             facts.append(MaskChange(step=step))
-            self._is_edited = True
         if looks.graph is not None:
             facts.append(looks.graph)
         if self._graph_scan is not None:
@@ -296,11 +322,13 @@ class PeriodicScans:
         if looks.activations is not None:
             facts.append(looks.activations.read(step))
         if looks.weights is not None:
-            # One rank's program may have written what another's has not, and all must come to the same verdict.
-            is_edited = self._is_edited and not self._is_ranked and not reading.is_nonfinite
-            scan = dataclasses.replace(looks.weights.read(step), is_edited=is_edited)
+            scan = looks.weights.read(step)
+            scan = dataclasses.replace(scan, is_edited=scan.is_edited and not reading.is_nonfinite)
             facts.append(scan)
-            self._is_edited = False
+            bad, before = frozenset(scan.nonfinite_parameters), self._bad_parameters
+            self._bad_parameters, self._written = bad, self._written & bad
+            if scan.is_edited:
+                self._doubtful_written = bad - before
             self._doubtful_buffers = frozenset(name for name in scan.nonfinite_buffers if not is_statistic(name))
         elif reading.is_nonfinite:
             # A collective with several ranks: their Readings are equal, so all of them scan.

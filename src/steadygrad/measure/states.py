@@ -58,9 +58,11 @@ class PendingParameterScan:
         watch: ParameterWatch,
         subjects: Sequence[Subject] = (),
         ticket: Ticket | Callable[[], Ticket | None] | None = None,
+        *,
+        is_edited: bool = False,
     ) -> None:
-        """`ticket`: the numbers, or what sends them when they are read."""
-        self._watch, self._subjects, self._ticket = watch, subjects, ticket
+        """`ticket`: the numbers, or what sends them when they are read; `is_edited`: by this rank's program."""
+        self._watch, self._subjects, self._ticket, self._is_edited = watch, subjects, ticket, is_edited
 
     def read(self, step: int) -> ParameterScan:
         """Return the scan after `step`; pass the Reading of that step to the watch first."""
@@ -75,6 +77,9 @@ class PendingParameterScan:
         known = [(s.name, row[CHANGED]) for s, row in rows if s.is_trained and row[CHANGED] >= 0]
         visible = {s.name for s, row in rows if s.name in pushed and pushed[s.name] > SPACING * row[NORM]}
         visible = visible or set(pushed)  # with a rate that moves nothing at all, every parameter should have moved
+        is_edited, rest = self._is_edited, numbers[WIDTH * len(self._subjects) :]
+        if self._watch.has_many_ranks:
+            is_edited, rest = len(rest) > 0 and rest[0] == 0.0, rest[WIDTH:]
         counts = {s: int(row[NONFINITE if not s.is_buffer or is_statistic(s.name) else NAN]) for s, row in rows}
         return ParameterScan(
             step=step,
@@ -85,7 +90,8 @@ class PendingParameterScan:
             changed=tuple(name for name, changed in known if changed),
             steered=self._watch.list_steered(),
             norms={s.name: row[NORM] for s, row in rows if s.is_weighed},
-            checksums=_read_checksums(self._subjects, numbers[WIDTH * len(self._subjects) :]),
+            checksums=_read_checksums(self._subjects, rest),
+            is_edited=is_edited,
         )
 
 
@@ -140,11 +146,17 @@ class ParameterWatch:
                 rate = reading.learning_rates[self._groups[name]] * reading.clip_coefficient
                 self._pushed[name] = reading.step, rate * norm * self._lengths[name]
 
-    def begin(self, *, shares_later: bool = False) -> PendingParameterScan:
+    @property
+    def has_many_ranks(self) -> bool:
+        """Whether other ranks scan too, and exchange their numbers."""
+        return self._ranks.many
+
+    def begin(self, *, shares_later: bool = False, is_edited: bool = False) -> PendingParameterScan:
         """Queue a scan of the current weights; waits for nothing.
 
         `shares_later`: the ranks exchange their numbers when the scan is read. At this moment another rank may be in
-        a collective of the model, in a step of another form.
+        a collective of the model, in a step of another form. `is_edited`: the program changed weights since the
+        previous scan. The scan says so if it did on every rank.
         """
         try:
             subjects, numbers, halves = self._look_or_say_failed()
@@ -152,10 +164,10 @@ class ParameterWatch:
             def send() -> Ticket | None:
                 if not self._know_all_sizes():
                     return None
-                shared = torch.cat([self._share(numbers, subjects).reshape(-1), halves])
+                shared = torch.cat([self._share(numbers, subjects, is_edited=is_edited).reshape(-1), halves])
                 return (self._transfer or Transfer(slots=1)).send(shared)
 
-            return PendingParameterScan(self, subjects, send if shares_later else send())
+            return PendingParameterScan(self, subjects, send if shares_later else send(), is_edited=is_edited)
         except Exception:  # an unusual tensor, or no memory: measuring must never end the training
             # It may hold the hashes of the very scan that failed, and that was never read.
             self.drop_hashes()
@@ -282,13 +294,19 @@ class ParameterWatch:
             self._looks[device] = Looker(device)
         return self._looks[device].look(subjects)
 
-    def _share(self, numbers: Tensor, subjects: Sequence[Subject]) -> Tensor:
-        """Combine the ranks: norms of whole weights, and the maximum of the rest, so that all know what one sees."""
+    def _share(self, numbers: Tensor, subjects: Sequence[Subject], *, is_edited: bool) -> Tensor:
+        """Combine the ranks: norms of whole weights, and the maximum of the rest, so that all know what one sees.
+
+        A last row then says whether some rank's program has not edited the weights.
+        """
         if not self._ranks.many:
             return numbers
+        # Filled on the device: a number sent there would make the host wait.
+        numbers = torch.cat([numbers, numbers.new_full((1, WIDTH), float(not is_edited))])
         if self._ranks.is_joining:  # not all ranks would answer, and none may act on what it alone sees
-            numbers[:] = 0.0
-            numbers[:, CHANGED] = -1.0
+            numbers[:-1] = 0.0
+            numbers[:-1, CHANGED] = -1.0
+            numbers[-1] = 1.0
             return numbers
         shared = self._ranks.find_largest(numbers)
         weighed = [i for i, subject in enumerate(subjects) if subject.is_weighed]

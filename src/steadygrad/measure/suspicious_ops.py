@@ -78,7 +78,9 @@ class SuspiciousOps:
     """Sees each call before and after it is made. `constants` are ids of tensors that are not data (buffers)."""
 
     def __init__(self, constants: Collection[int] = ()) -> None:
-        self.broadcasts: list[Broadcast] = []
+        self._broadcasts: dict[Broadcast, tuple[int, int]] = {}  # with the numbers of the two tensors
+        self._numbers, self._next = Marks(), 0
+        self._paired: set[int] = set()
         self.double_softmaxes: list[str] = []
         self.loss_places: dict[str, str] = {}
         self.loss_targets: list[LossTarget] = []
@@ -87,10 +89,15 @@ class SuspiciousOps:
         self._meant = Marks()  # tensors with an axis that the program asked for
         self._softmaxed = Marks()
 
+    @property
+    def broadcasts(self) -> list[Broadcast]:
+        """Pairs that were probably not meant: of tensors that are not paired with themselves as well."""
+        return [found for found, numbers in self._broadcasts.items() if self._paired.isdisjoint(numbers)]
+
     def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the operands before the call, which may change them in place."""
         name = getattr(func, "__name__", "")
-        if name in ELEMENTWISE and len(self.broadcasts) < MAX_SHOWN:
+        if name in ELEMENTWISE and len(self._broadcasts) < MAX_SHOWN:
             self._compare(name, *_first_two(args, kwargs))
         elif name in SOFTMAXES or name == "cross_entropy":
             self._look_for_softmax(name, args, kwargs)
@@ -112,15 +119,26 @@ class SuspiciousOps:
             self._mark_softmax(name, args, kwargs, tensor)
 
     def _compare(self, name: str, left: Any, right: Any) -> None:
-        if not isinstance(left, Tensor) or not isinstance(right, Tensor) or not _meet_by_accident(left, right):
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor) or left.shape == right.shape:
+            return
+        if _find_base(left) is _find_base(right):  # one tensor with itself: pairs are what is wanted
+            if _makes_pairs(left, right):
+                self._paired.add(self._number(left))
+            return
+        if not _meet_by_accident(left, right):
             return
         if not (left.requires_grad or right.requires_grad) or self._is_given(left) or self._is_given(right):
             return
-        if _find_base(left) is _find_base(right):  # one tensor with itself: pairs are what is wanted
-            return
         found = Broadcast(op=name.strip("_"), left=tuple(left.shape), right=tuple(right.shape), where=find_caller())
-        if found not in self.broadcasts:
-            self.broadcasts.append(found)
+        self._broadcasts.setdefault(found, (self._number(left), self._number(right)))
+
+    def _number(self, tensor: Tensor) -> int:
+        """Return the number of the tensor that this one is, or is a view of."""
+        base = _find_base(tensor)
+        if base not in self._numbers:
+            self._numbers[base] = self._next = self._next + 1
+        number: int = self._numbers[base]
+        return number
 
     def _is_given(self, tensor: Tensor) -> bool:
         """Return whether its shape is intended, or it is a weight or buffer, whose length may equal the batch's."""
@@ -187,15 +205,20 @@ def find_caller() -> str:
     return ""
 
 
+def _makes_pairs(left: Tensor, right: Tensor) -> bool:
+    """Return whether the result is larger than both."""
+    try:
+        return bool(torch.broadcast_shapes(left.shape, right.shape).numel() > max(left.numel(), right.numel()))
+    except RuntimeError:
+        return False
+
+
 def _meet_by_accident(left: Tensor, right: Tensor) -> bool:
     """Return whether (N, 1) meets (N,), or (B, N, 1) meets (B, N): same size, other rank, result larger than both."""
     long, short = (left.shape, right.shape) if left.dim() > right.dim() else (right.shape, left.shape)
     if len(long) == len(short) or not len(short) or long[-1] != 1 or left.numel() != right.numel():
         return False
-    try:
-        return bool(torch.broadcast_shapes(long, short).numel() > left.numel())
-    except RuntimeError:
-        return False
+    return _makes_pairs(left, right)
 
 
 def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ from steadygrad.measure.ranks import Ranks
 from steadygrad.prove.comparison import NUM_QUICK, Comparison
 from steadygrad.prove.held import HeldSteps
 from steadygrad.prove.paired import PASS_FUNCTION, CannotTestError
-from steadygrad.prove.reference import References
+from steadygrad.prove.reference import ASCENT, References
 from steadygrad.prove.rule import find_excess, is_spike_of_weights
 from steadygrad.prove.words import report_answer, report_spike
 
@@ -278,6 +278,8 @@ class Prover:
 
     def _prove(self, case: Case, step: int) -> Proof:
         captures = case.held.captures[-self._config.num_batches :]
+        if self._references.is_ascent:  # first: there is nothing that the caller should do for a proof
+            return _make_unknown(step, ASCENT)
         if len(captures) < NUM_QUICK:
             return _make_unknown(step, "no batch of these steps is known", PASS_FUNCTION)
         if not self._may_spend(step, 2 * len(captures) + 4):

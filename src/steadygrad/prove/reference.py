@@ -27,6 +27,8 @@ RAISED = 1.5
 FALLING = 0.99
 """A rate is falling if it is below this share of its first value."""
 
+ASCENT = "the optimizer maximises what it is given, so a rising number does no harm"
+
 Settings = tuple[tuple[float, float], ...]
 """Learning rate and weight decay of each group."""
 
@@ -49,8 +51,8 @@ class References:
 
     def find(self, finding: Finding) -> Snapshot:
         """Return the newest fair reference; raise CannotTestError if there is none. Call it on every rank."""
-        if self._maximises():
-            raise CannotTestError("the optimizer maximises what it is given, so a rising number does no harm")
+        if self.is_ascent:
+            raise CannotTestError(ASCENT)
         fair = None if find_kind(finding.kind).at_start else self.find_fair(finding)
         if fair is not None:
             return fair
@@ -76,7 +78,7 @@ class References:
     def is_waiting(self, finding: Finding) -> bool:
         """Return whether only a raised rate or weight decay makes such weights unfair. Call it on every rank."""
         before = self._list_before(finding)
-        return all(self._ranks.gather(finding.kind != "rate_too_high" and not self._maximises() and bool(before)))
+        return all(self._ranks.gather(finding.kind != "rate_too_high" and not self.is_ascent and bool(before)))
 
     def _list_before(self, finding: Finding) -> list[Snapshot]:
         since = self._find_change() or 0
@@ -92,6 +94,16 @@ class References:
         usable = initial is not None and self._edits().last is None and self._fits(initial)
         # Gathered even if this rank has none: the others wait for its answer.
         return initial if all(self._ranks.gather(usable)) else None
+
+    @property
+    def is_ascent(self) -> bool:
+        """Return whether the run is meant to go up: by `maximize`, or by a rate that was negative from the start.
+
+        A rate that turns negative later is more likely that of a schedule which runs on past its end.
+        """
+        first = () if self._snapshots.initial is None else self._snapshots.initial.settings
+        rates = zip(self._settings(), first)
+        return self._maximises() or any(now < 0 and then < 0 for (now, _), (then, _) in rates)
 
     @property
     def is_rate_falling(self) -> bool:

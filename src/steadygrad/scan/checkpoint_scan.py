@@ -103,10 +103,15 @@ def scan_contents(
         format=contents.format,
         tensors=tensors,
         duplicates=find_duplicates(contents.tensors, stats),
-        bad_numbers=contents.numbers,
+        bad_numbers=tuple(one for one in contents.numbers if not (contents.manifest and _is_own_start(*one))),
         problems=(*contents.problems, *check_manifest(contents)),
         notes=(*contents.notes, *notes),
     )
+
+
+def _is_own_start(name: str, value: float) -> bool:
+    """Return whether this is an Inf from which a history of the guard begins, as its lowest loss so far does."""
+    return name.startswith("guard.") and math.isinf(value)
 
 
 def check_manifest(contents: Contents) -> list[str]:

@@ -26,6 +26,14 @@ class Circumstances:
     has_many_ranks: bool = False
     """Whether other ranks train too, which must skip the same steps."""
 
+    def are_cleaned(self) -> bool:
+        """Return whether each bad loss has left NaN in the gradients, so that finite ones were cleaned by the script.
+
+        Clips and divisions change gradients too, but they keep a NaN. Reads the losses: call it after a bad one only.
+        """
+        # The bad loss may be another rank's, and all must come to the same verdict.
+        return not self.has_many_ranks and all(loss.left_nan or bool(loss.value.isfinite()) for loss in self.losses)
+
     def add_up_losses(self) -> Tensor | None:
         """Return the loss of the step, without its scale, on the device where it was computed."""
         if not self.losses:

@@ -11,13 +11,15 @@ LOSS = "_steadygrad_loss"
 """Attribute under which a scaled loss keeps the unscaled one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Loss:
     """The loss that a backward started from."""
 
     value: Tensor
     is_scaled: bool
     """Whether it carries the loss scale, if there is one."""
+    left_nan: bool = False
+    """Whether it was not finite, and its backward left NaN in the gradients; False where that was not checked."""
 
 
 class Losses:
@@ -36,6 +38,11 @@ class Losses:
         value = loss.detach() if true_loss is None else true_loss
         value = value.reshape(()) if value.dim() else value
         self._losses.append(Loss(value, is_scaled=true_loss is None))
+
+    @property
+    def newest(self) -> Loss:
+        """The loss whose backward began last."""
+        return self._losses[-1]
 
     def forget(self) -> None:
         """The script has cleared the gradients of these losses without a step: it dropped them itself."""

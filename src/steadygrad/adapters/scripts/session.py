@@ -269,11 +269,12 @@ class Session:
             if self._losses.are_open and watches and self._ours(_are_cleared, watches):
                 self._losses.forget()
             self._losses.note(tensors)
+            loss = self._losses.newest
             for watch in watches:
                 self._ours(watch.note_backward, tensors)
             run(tensors, grad_tensors, *args, **kwargs)
             for watch in watches:
-                self._ours(watch.note_gradients)
+                self._ours(watch.note_gradients, loss, has_many_ranks=count_ranks() > 1)
         else:
             run(tensors, grad_tensors, *args, **kwargs)
 
@@ -345,6 +346,7 @@ class Session:
         return watch
 
     def _step(self, watch: Watch, make: functools.partial[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._ours(watch.begin_step)
         if callable(kwargs.get("closure", args[0] if args else None)):
             from steadygrad.adapters.scripts.closures import step_with_closure
 

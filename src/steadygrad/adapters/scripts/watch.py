@@ -28,6 +28,7 @@ from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.adapters.scripts.circumstances import Circumstances
 from steadygrad.adapters.scripts.forward_scans import ForwardScans
+from steadygrad.adapters.scripts.losses import Loss
 from steadygrad.adapters.scripts.messages import Voice
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
@@ -51,6 +52,8 @@ from steadygrad.facts import Action, Cause, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.judgement.raised import describe_raised
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
+from steadygrad.measure.edits import EditWatch
+from steadygrad.measure.gradient_access import hold_nan
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.rank_waits import RankWaits, call_weakly, watch_ranks
@@ -116,6 +119,8 @@ class Watch:
         self._cause: Cause | None = None
         self._clipped: _Clipped | None = None
         self._after_backward = UsedMark()
+        self._reads_losses = False
+        """Whether a loss was bad whose gradients were finite in the step."""
         self._reading: Reading | None = None
         self._signature: list[int] = []
         self._together = Together(str(number), optimizer, report=voice.say_loudly)
@@ -125,6 +130,7 @@ class Watch:
         )  # fmt: skip
         self._began_on: tuple[int, ...] = ()
         self._forward_scans: ForwardScans | None = None
+        self._edits: EditWatch | None = None
         self._num_without_gradients = self._num_forgotten = 0
         self._taken_over_at = 0
         self._record: Record | None = None
@@ -170,9 +176,13 @@ class Watch:
             self._forward_scans.note_loss(loss)
         self._diagnosis.note_backward()
 
-    def note_gradients(self) -> None:
-        """Called when that backward is over."""
+    def note_gradients(self, loss: Loss, *, has_many_ranks: bool) -> None:
+        """Called when that backward is over, with the loss that it began from."""
         self._after_backward.note(("", p) for p in list_parameters(self.optimizer))
+        # On a device this waits for the backward, so only once such a step was seen. Ranks measure together or not.
+        if has_many_ranks or not (loss.value.is_cpu or self._reads_losses) or loss.value.isfinite():
+            return
+        loss.left_nan = hold_nan(list_parameters(self.optimizer))
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient other than zeros; reads them only if changed since the last backward."""
@@ -197,6 +207,11 @@ class Watch:
         """Note that the script has clipped; `norm` is the norm it found."""
         if self._clipped is not None:
             self._clipped.norm, self._clipped.max_norm = norm, float(max_norm)
+
+    def begin_step(self) -> None:
+        """Called when the optimizer is about to step, before a closure runs: what changed until now, the script did."""
+        if self._edits is not None:
+            self._edits.before_optimizer(self._step)
 
     def measure(self, around: Circumstances, make: Callable[[], Any] | None = None) -> bool:
         """Measure the gradients as the optimizer will get them; return whether the step must be skipped.
@@ -225,7 +240,12 @@ class Watch:
             reading = self._as_before_clipping(reading, self._clipped)
         # Ranks share gradients but not losses, unless they exchange them too.
         loss_counts = around.loss_counts and (not around.has_many_ranks or self._together.shares_numbers)
-        is_nonfinite = reading.num_nonfinite > 0 or (loss_counts and reading.loss_is_nonfinite)
+        is_nonfinite = reading.num_nonfinite > 0
+        if reading.loss_is_nonfinite and not is_nonfinite:
+            self._reads_losses = True
+            # Gradients that the script has cleaned are its answer to the loss.
+            is_nonfinite = loss_counts and not around.are_cleaned()
+            reading = dataclasses.replace(reading, is_cleaned=loss_counts and not is_nonfinite)
         bad = is_nonfinite or bool(reading.bad_rates)
         self._reading = reading
         # `decide` is called whether this rank's step is bad or not: the others wait for its word.
@@ -301,6 +321,8 @@ class Watch:
         else:
             self._buffers.accept()
         if not skipped:
+            if self._edits is not None:
+                self._edits.after_optimizer(reading.step)
             self._periodic_scans.after_optimizer(reading.step, looks)
             self._uncleared.after_step()
         self._step += 1
@@ -327,8 +349,8 @@ class Watch:
         """Report the numbers before clipping, which spreads a NaN to every gradient and makes all large norms equal."""
         m = clipped.measurement
         before = m.read(m.take_to_host(self._transfer), StepContext(step=reading.step), skipped=False)
-        if before.num_nonfinite == 0 < reading.num_nonfinite:
-            return reading  # it went bad after the clipping
+        if (before.num_nonfinite > 0) != (reading.num_nonfinite > 0):
+            return reading  # it went bad after the clipping, or was cleaned after it
         return dataclasses.replace(
             reading,
             grad_norm=before.grad_norm,
@@ -366,7 +388,16 @@ class Watch:
         self._together.meet(self.owner, named)
         ranks = self._together.ranks
         self._meter = Meter(named, self._config.measure.implementation, ranks=ranks)
-        self._periodic_scans = PeriodicScans(trained, self._config.measure, ranks=ranks, program=self._program)
+        self._edits = EditWatch(named)
+        buffers = self._buffers
+        self._periodic_scans = PeriodicScans(
+            trained,
+            self._config.measure,
+            ranks=ranks,
+            program=self._program,
+            edits=self._edits,
+            count_buffer_edits=lambda: buffers.num_edits,
+        )
         self._periodic_scans.begin()
         self._forward_scans = ForwardScans(self._periodic_scans)
         self._uncleared = UnclearedGradientsWatch(named)
