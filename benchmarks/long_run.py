@@ -119,7 +119,7 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     "cpu": {
         "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64)),
         "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32)),
-        "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), quick_steps=30),
+        "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), steps=600, quick_steps=30),
     },
 }
 

@@ -29,7 +29,7 @@ class EngineScale:
     def now(self) -> Tensor | None:
         """The scale of the current step."""
         scale = self._partitions.loss_scale
-        return None if scale is None else torch.tensor(scale)
+        return None if scale is None else torch.tensor(scale, device="cpu")
 
     @property
     def factor(self) -> Tensor | None:

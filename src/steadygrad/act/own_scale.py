@@ -45,7 +45,7 @@ class OwnScale:
     def now(self) -> Tensor | None:
         """The scale; None until the optimizer has shown that it has one."""
         scale = None if self._owner is None else _read(vars(self._owner).get(self._name))
-        return None if scale is None else torch.tensor(scale)
+        return None if scale is None else torch.tensor(scale, device="cpu")
 
     @property
     def factor(self) -> Tensor | None:

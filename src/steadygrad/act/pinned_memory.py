@@ -186,7 +186,7 @@ class PinnedMemory:
         return (
             torch.frombuffer(map_pages(size), dtype=torch.uint8)
             if size >= PAGE
-            else torch.empty(size, dtype=torch.uint8)
+            else torch.empty(size, dtype=torch.uint8, device="cpu")
         )
 
     def _pause(self, seconds: float) -> None:
@@ -240,7 +240,7 @@ def pin(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:
     `events`: a live list of the copies into them. They are waited for before the pages go.
     """
     if not _relax_capture():
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
     pages = map_pages(size)
     block = torch.frombuffer(pages, dtype=torch.uint8)
     block[:: mmap.PAGESIZE].fill_(0)  # otherwise CUDA touches them one by one and blocks every launch meanwhile
@@ -248,7 +248,7 @@ def pin(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:
     with torch.cuda.device(find_used_device()):
         failure = int(cudart.cudaHostRegister(block.data_ptr(), size, PORTABLE))
     if failure:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
     # The finalizer holds `pages`, so that they stay mapped while registered with CUDA; at exit the process frees all.
     unregister, address = cudart.cudaHostUnregister, block.data_ptr()
     # On the storage, not the tensor: views of the block keep the storage alive, not `block`.

@@ -266,7 +266,7 @@ class Snapshots:
             return None
         try:
             room = iter(pinned_memory.make_room(wanted))
-            largest = torch.empty(len(sources), dtype=torch.float64, pin_memory=self._is_pinned)
+            largest = torch.empty(len(sources), dtype=torch.float64, pin_memory=self._is_pinned, device="cpu")
         except (RuntimeError, MemoryError) as error:
             self._switch_off(f"host memory could not be allocated ({str(error).partition(chr(10))[0]})")
             return None
@@ -378,7 +378,13 @@ class Snapshots:
         tensors = [source.tensor for source in collector.sources]
         hosts, devices = [t.to("cpu", copy=True) for t in tensors], [t.device for t in tensors]
         return Snapshot(
-            start.step, state, PinnedMemory(pinned=False), hosts, devices, torch.empty(0), num_again=num_steps
+            start.step,
+            state,
+            PinnedMemory(pinned=False),
+            hosts,
+            devices,
+            torch.empty(0, device="cpu"),
+            num_again=num_steps,
         )
 
     def _list_tried(self, clipper: Stateful | None) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def unpack(tree: Any, find: Callable[[str], Tensor], devices: dict[int, str]) ->
 def _unpack_tensor(mark: dict[str, Any], find: Callable[[str], Tensor], devices: dict[int, str]) -> Tensor:
     tensor = find(mark[TENSOR])
     if "stride" in mark:
-        made = torch.empty_strided(tensor.shape, mark["stride"], dtype=tensor.dtype)
+        made = torch.empty_strided(tensor.shape, mark["stride"], dtype=tensor.dtype, device="cpu")
         tensor = made.copy_(tensor)
     if "device" in mark:
         # An id lasts only as long as its tensor: the state and this dict belong together, in one Checkpoint

@@ -313,7 +313,7 @@ def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks)
         if like is not None and like.shape == record.size:
             # The live layout, so that a DTensor receives its own shard; the saved dtype, so that nothing is rounded
             return torch.empty_like(like, dtype=record.properties.dtype).detach()
-        return torch.empty(record.size, dtype=record.properties.dtype)
+        return torch.empty(record.size, dtype=record.properties.dtype, device="cpu")
 
     shared = _shared_tensors().read_tensors(info.path, make_room, group=ranks.group if ranks.many else None)
     tensors = {**shared, **plain["own"]}
@@ -333,7 +333,7 @@ def read_alone(info: CheckpointInfo) -> Checkpoint:
     plain = load_plain(info.path / _name_own(0))
 
     def make_room(name: str, record: Any) -> Tensor:  # noqa: ARG001
-        return torch.empty(record.size, dtype=record.properties.dtype)
+        return torch.empty(record.size, dtype=record.properties.dtype, device="cpu")
 
     tensors = {**_shared_tensors().read_tensors(info.path, make_room, group=None), **plain["own"]}
     return Checkpoint(info, unpack(plain["tree"], tensors.__getitem__, {}))

@@ -72,7 +72,7 @@ class AdaGCClipper:
             new = [name for name in m.names if name not in self._row_of]
             self._row_of.update({name: len(self._row_of) + i for i, name in enumerate(new)})
             self._state.extend(len(new))
-            rows = torch.tensor([self._row_of[name] for name in m.names]).to(device, non_blocking=True)
+            rows = torch.tensor([self._row_of[name] for name in m.names], device="cpu").to(device, non_blocking=True)
             self._rows[m.names] = rows
         return rows
 

@@ -52,7 +52,7 @@ class OutlierClipper:
 
     def clip(self, m: Measurement) -> Tensor:
         """Return the factor for all gradients."""
-        return limit(m.norm, torch.as_tensor(self.constant_norm or NO_LIMIT, dtype=torch.float64))
+        return limit(m.norm, torch.tensor(self.constant_norm or NO_LIMIT, dtype=torch.float64, device="cpu"))
 
     def prepare(self, step: int) -> None:
         """Set the threshold of `step`."""

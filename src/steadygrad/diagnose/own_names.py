@@ -90,7 +90,7 @@ def _computes_the_same(fix: str, op: str, num: int, exponent: object = None) -> 
     library = SimpleNamespace(losses=losses, nn=nn)
     generator = torch.Generator().manual_seed(0)
     # Between 0.25 and 0.75: inside the domain of log, sqrt, acos and division alike.
-    values = [0.25 + 0.5 * torch.rand(4, 4, generator=generator) for _ in range(num)]
+    values = [0.25 + 0.5 * torch.rand(4, 4, generator=generator, device="cpu") for _ in range(num)]
     known = {"torch": torch, "F": torch.nn.functional, "math": math, "steadygrad": library, "eps": 1e-6}
     try:
         # A fix may draw numbers, as rsample() does: the program's generator must not move.

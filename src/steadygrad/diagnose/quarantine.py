@@ -142,12 +142,16 @@ def load_batch(path: str | Path) -> SavedBatch:
 def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return generator states as tensors, numbers and lists."""
     version, numbers, gauss = state["python"]
-    plain: dict[str, Any] = {"torch": state["torch"], "python": [version, torch.tensor(numbers), gauss]}
+    plain: dict[str, Any] = {"torch": state["torch"], "python": [version, torch.tensor(numbers, device="cpu"), gauss]}
     plain["cuda"] = {str(device): generator for device, generator in state["cuda"].items()}
     if "numpy" in state:
         name, keys, *rest = state["numpy"]
         # int64, since uint32 is not among the dtypes that every reader of safetensors knows.
-        plain["numpy"] = [str(name), torch.tensor(keys.astype("int64")), *(float(number) for number in rest)]
+        plain["numpy"] = [
+            str(name),
+            torch.tensor(keys.astype("int64"), device="cpu"),
+            *(float(number) for number in rest),
+        ]
     return plain
 
 

@@ -145,7 +145,7 @@ def describe_samples(step: Step, found: Sequence[int], size: int) -> str:
 
 def _compare(rows: Tensor, found: Sequence[int]) -> str:
     """Return what tells the rows at `found` from all others, empty if nothing does; `rows`: [samples, elements]."""
-    bad = torch.zeros(len(rows), dtype=torch.bool)
+    bad = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
     bad[list(found)] = True
     finite = rows.isfinite().all(1)
     # [samples]; infinities become the largest float64 and stay far above any other.

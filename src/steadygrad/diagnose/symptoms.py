@@ -78,7 +78,7 @@ def sum_bits(tensor: Tensor) -> Tensor:
     if values.layout is torch.sparse_coo:
         values = values.coalesce()._values()
     if not is_readable(values):
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     # Integers wrap around in a sum and lose nothing, so the order of a parallel reduction does not matter.

@@ -126,11 +126,11 @@ def _take_memory(num_bytes: int, *, pinned: bool) -> Tensor:
     """Allocate memory that starts at a block boundary, as direct writes need; pinned memory always does."""
     if pinned:
         try:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError:  # the limit on locked memory is reached: slower, not wrong
             pass
     # torch aligns to 64 bytes only; one block more leaves room to start at a block boundary.
-    memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8)
+    memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     return memory[-memory.data_ptr() % BLOCK_BYTES :]
 
 

@@ -129,7 +129,7 @@ def _find_underflowing_epsilon(trained: TrainedParameters) -> str:
     for optimizer in trained.optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            if not isinstance(eps, float) or torch.tensor(eps).half() != 0:
+            if not isinstance(eps, float) or torch.tensor(eps, device="cpu").half() != 0:
                 continue
             if any(id(parameter) in half for parameter in group["params"]):
                 return f"{type(optimizer).__name__}'s eps={eps:g} is 0 in float16, the dtype of the weights"

@@ -216,7 +216,7 @@ class Stepper:
         self._judging.judge_pending()
         watched.reflex.skip_on_host()
         if batches.overflowed:
-            optimizers.scaler.update(bad_gradient=torch.ones(()), bad_loss=None)
+            optimizers.scaler.update(bad_gradient=torch.ones((), device="cpu"), bad_loss=None)
         self._moment.take_step_number()
         context.learning_rates = optimizers.rates.learning_rates()
         from_ranks = watched.meter.read_from_ranks(m, numbers)

@@ -247,7 +247,7 @@ def _pack_factors(call: BackwardCall) -> Tensor:
     device = next((f.value.device for f in call.factors if f.value.device.type != "cpu"), torch.device("cpu"))
     values = [factor.value.detach().reshape(1).double().to(device, non_blocking=True) for factor in call.factors]
     kinds = [_name_kind(factor) for factor in call.factors]
-    return torch.cat([*values, torch.tensor(kinds, dtype=torch.float64).to(device, non_blocking=True)])
+    return torch.cat([*values, torch.tensor(kinds, dtype=torch.float64, device="cpu").to(device, non_blocking=True)])
 
 
 def _name_kind(factor: Factor) -> float:

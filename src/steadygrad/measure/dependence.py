@@ -121,7 +121,10 @@ class DependenceWatch:
         groups = torch.arange(NUM_GROUPS, device=labels.device)
         one_hot = (labels[:, None] == groups).to(features.dtype)  # [samples, groups]
         generator = torch.Generator().manual_seed(step)  # of our own: the program's random numbers stay as they are
-        orders = [torch.randperm(len(labels), generator=generator).to(labels.device) for _ in range(NUM_SHUFFLES)]
+        orders = [
+            torch.randperm(len(labels), generator=generator, device="cpu").to(labels.device)
+            for _ in range(NUM_SHUFFLES)
+        ]
         spread, mean, std = _compare(one_hot, features, orders)
         products = _compare(one_hot, _multiply(inputs), orders[:NUM_PRODUCT_SHUFFLES])
         shares = one_hot.double().mean(0)

@@ -46,4 +46,4 @@ def _is_elsewhere(value: float | Tensor) -> bool:
 
 def _mean(values: Sequence[float | Tensor]) -> Tensor:
     device = next(v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu")
-    return torch.stack([torch.as_tensor(v, dtype=torch.float64).to(device) for v in values]).mean()
+    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]).mean()

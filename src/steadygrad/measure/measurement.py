@@ -122,7 +122,7 @@ class Measurement:
     def packed(self) -> Tensor:
         """Header, then the rows: float64 [HEADER + 5 N]; after them the values exchanged between ranks."""
         if self._packed is None:
-            self._packed = torch.tensor(self._numbers, dtype=torch.float64)
+            self._packed = torch.tensor(self._numbers, dtype=torch.float64, device="cpu")
             self._numbers = None  # the caller may write into the tensor
         return self._packed
 
@@ -137,7 +137,9 @@ class Measurement:
             # Numbers in host memory only: on a device the flags come with `packed`, and tolist() would wait.
             numbers = self.packed.tolist() if self._numbers is None else self._numbers
             bad, coefficient = numbers[FOUND], numbers[COEFFICIENT]
-            self._flags = torch.tensor([bad, 1.0 / coefficient if coefficient else math.inf], dtype=torch.float32)
+            self._flags = torch.tensor(
+                [bad, 1.0 / coefficient if coefficient else math.inf], dtype=torch.float32, device="cpu"
+            )
         return self._flags
 
     def take_to_host(self, transfer: Transfer) -> Sequence[float]:

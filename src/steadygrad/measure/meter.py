@@ -329,7 +329,7 @@ def _measure_one_by_one(
         implicit = _gradients.count_implicit_zeros(gradient, values)
         cells += (norm * unscale, max_abs * unscale, num_nonfinite, num_nan, num_zeros + implicit)
     header = _make_header(cells, 1.0 if loss is None else float(loss), max_norm)
-    m.packed = torch.tensor([*header, *cells], dtype=torch.float64)
+    m.packed = torch.tensor([*header, *cells], dtype=torch.float64, device="cpu")
     # An infinite divisor where the coefficient is 0, as in Measurement.flags.
     m.flags[0], m.flags[1] = header[FOUND], 1.0 / header[COEFFICIENT] if header[COEFFICIENT] else math.inf
 

@@ -241,7 +241,7 @@ def _count_stuck(sampled: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         has_gradient = _take(parameter.grad) != 0
         same = _take(parameter) == then
         counts.append(torch.stack([(same & has_gradient).sum(), has_gradient.sum()]).double())
-    return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.float64)
+    return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.float64, device="cpu")
 
 
 def _take(tensor: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class ParameterWatch:
                 raise
             # The other ranks wait for this one in the exchange. In host memory: the device's may be what is lacking.
             self.drop_hashes()
-            numbers = torch.zeros(len(self._subjects), WIDTH, dtype=torch.float64)
+            numbers = torch.zeros(len(self._subjects), WIDTH, dtype=torch.float64, device="cpu")
             numbers[:, CHANGED] = FAILED
             return self._subjects, numbers, numbers.new_empty(0)
 
@@ -283,7 +283,9 @@ class ParameterWatch:
         if len(parts) == 1:
             return parts[0]
         if not parts:
-            return torch.empty(0, NUM_NUMBERS, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, NUM_NUMBERS, dtype=torch.float64, device="cpu"), torch.empty(
+                0, dtype=torch.int64, device="cpu"
+            )
         device = parts[0][0].device
         order = torch.tensor([i for rows in by_device.values() for i in rows], device=device).argsort()
         numbers, hashes = (torch.cat([part[k].to(device) for part in parts])[order] for k in range(2))
@@ -345,7 +347,7 @@ class Looker:
             parts.append(plain_looks.look_at([tensors[i] for i in others], [subjects[i].is_trained for i in others]))
         if len(parts) == 1:
             return parts[0]
-        order = torch.tensor([*fast, *others]).argsort().to(tensors[0].device, non_blocking=True)
+        order = torch.tensor([*fast, *others], device="cpu").argsort().to(tensors[0].device, non_blocking=True)
         numbers, hashes = (torch.cat([part[k] for part in parts])[order] for k in range(2))
         return numbers, hashes
 

@@ -160,7 +160,7 @@ def _open(holder: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[
             if isinstance(item, Tensor):
                 yield where, item
             elif type(item).__module__ == "numpy" and getattr(getattr(item, "dtype", None), "kind", "") == "f":
-                yield where, torch.as_tensor(item)
+                yield where, torch.as_tensor(item, device="cpu")
             elif isinstance(item, torch.utils.data.Dataset):
                 yield from _open(item, where, seen, depth - 1)
 
@@ -183,9 +183,13 @@ def _correlate(one: Tensor, other: Tensor) -> float:
 
     Rows that were transformed a different number of times follow their own old values alone, and exactly.
     """
-    within = _correlation(one, other, 1).abs().median() if one.shape[1] >= NUM_COLUMNS // 2 else torch.zeros(())
+    within = (
+        _correlation(one, other, 1).abs().median()
+        if one.shape[1] >= NUM_COLUMNS // 2
+        else torch.zeros((), device="cpu")
+    )
     over = _correlation(one, other, 0).abs().median()
-    return float(max(over, within if within > EXACT else torch.zeros(())))
+    return float(max(over, within if within > EXACT else torch.zeros((), device="cpu")))
 
 
 def _correlation(one: Tensor, other: Tensor, dim: int) -> Tensor:

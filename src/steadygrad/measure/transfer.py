@@ -93,7 +93,9 @@ class Transfer:
             # All slots at once: pinning makes the host wait for the device, and a larger row of a later scan would do
             # so once for each slot. Tickets hold the buffers and events that they still wait for.
             # Pinned: a copy into pageable memory makes the host wait at every step.
-            buffers = torch.empty(self._slots, max(length, SMALLEST), dtype=torch.float64, pin_memory=True)
+            buffers = torch.empty(
+                self._slots, max(length, SMALLEST), dtype=torch.float64, pin_memory=True, device="cpu"
+            )
             self._ring = [(buffer, torch.cuda.Event(), None) for buffer in buffers.unbind()]
         buffer, event, ticket = self._ring[self._next]
         # Waits only if more copies are in flight than there are slots.

@@ -46,7 +46,9 @@ class TensorBoardSink(Sink):
         if powers and self._histograms:
             import torch
 
-            self._writer.add_histogram("grad/layer_norm_log10", torch.tensor(powers, dtype=torch.float64), step)
+            self._writer.add_histogram(
+                "grad/layer_norm_log10", torch.tensor(powers, dtype=torch.float64, device="cpu"), step
+            )
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
         """Write the validation loss as a separate curve."""

@@ -216,8 +216,12 @@ def _overwrite(part: Tensor, bits: int) -> bool:
 def _encode(value: float, tensor: StoredTensor) -> int:
     """Return the bits of `value` in the tensor's dtype; raise an error if that cannot hold it."""
     assert tensor.dtype is not None
-    dtype = torch.empty(0, dtype=tensor.dtype).real.dtype if tensor.dtype.is_complex else tensor.dtype
-    encoded = torch.tensor([value], dtype=torch.float64).to(torch.float32 if dtype.itemsize < 8 else dtype).to(dtype)
+    dtype = torch.empty(0, dtype=tensor.dtype, device="cpu").real.dtype if tensor.dtype.is_complex else tensor.dtype
+    encoded = (
+        torch.tensor([value], dtype=torch.float64, device="cpu")
+        .to(torch.float32 if dtype.itemsize < 8 else dtype)
+        .to(dtype)
+    )
     if not bool((encoded.float() if dtype.itemsize == 1 else encoded).isfinite()):
         raise CheckpointError(f"{value:g} does not fit {tensor.kind}, the dtype of {tensor.name!r}. Use a smaller one.")
     return int(encoded.view(INTEGERS[dtype.itemsize])[0])

@@ -49,7 +49,7 @@ class ChunkMeter:
     system for a fresh megabyte each time can cost twenty times the measuring."""
 
     def __init__(self) -> None:
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, device="cpu")
 
     def measure(self, chunk: Tensor) -> Stats:
         """Return the stats of a chunk; of complex elements the real and the imaginary parts are looked at."""
@@ -90,7 +90,7 @@ class ChunkMeter:
 
     def _take_scratch(self, num_elements: int) -> Tensor:
         if self._scratch.numel() < num_elements:
-            self._scratch = torch.empty(num_elements)
+            self._scratch = torch.empty(num_elements, device="cpu")
         return self._scratch[:num_elements]
 
 

@@ -103,7 +103,7 @@ class _Maker:
             numbers = _unpack(kind, self.make(data, name))
             if numbers is None or not isinstance(shape, tuple):
                 return LEFT_OUT
-            array = torch.tensor(numbers).reshape(shape[::-1] if is_fortran else shape)
+            array = torch.tensor(numbers, device="cpu").reshape(shape[::-1] if is_fortran else shape)
             return array.permute(*reversed(range(array.dim()))) if is_fortran else array
         return LEFT_OUT
 

@@ -226,8 +226,8 @@ class SharedOrder(Sampler[int]):
         return self._num
 
     def __iter__(self) -> Iterator[int]:
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-        yield from torch.randperm(self._num, generator=torch.Generator().manual_seed(seed)).tolist()
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.generator).item())
+        yield from torch.randperm(self._num, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
 
 
 class RankBatches(Sampler[list[int]]):
@@ -313,7 +313,7 @@ def share_loader(loader: Iterable[T], seed: int | None) -> Iterable[T]:
 
 def agree_on_seed(seed: int | None) -> int:
     """Return the seed that all ranks use; without one, a random one of rank 0."""
-    return share_from_first(lambda: int(torch.randint(2**62, ()).item()) if seed is None else seed)
+    return share_from_first(lambda: int(torch.randint(2**62, (), device="cpu").item()) if seed is None else seed)
 
 
 def _is_divided(loader: Any) -> bool:

@@ -44,7 +44,7 @@ def measure_table(gradients: Sequence[Tensor], out: Tensor) -> None:
     if not gradients:
         return
     if out.device.type == "cpu":
-        out.copy_(torch.tensor([measure_on_host(g) for g in gradients], dtype=torch.float64))
+        out.copy_(torch.tensor([measure_on_host(g) for g in gradients], dtype=torch.float64, device="cpu"))
     else:
         torch.stack([_measure_on_device(g) for g in gradients], out=out)
 

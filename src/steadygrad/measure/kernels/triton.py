@@ -231,7 +231,9 @@ class AddressTable:
 
     def __init__(self, length: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._host = [torch.empty(length, dtype=torch.int64, pin_memory=pinned) for _ in range(self.SLOTS)]
+        self._host = [
+            torch.empty(length, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(self.SLOTS)
+        ]
         self._device = [torch.empty(length, dtype=torch.int64, device=device) for _ in range(self.SLOTS)]
         self._sent: list[torch.cuda.Event | None] = [None] * self.SLOTS
         self._slot = -1
@@ -246,7 +248,7 @@ class AddressTable:
         if event is not None:
             event.synchronize()  # four changes ago: long done
         # Pinned, and read by the copy below while the host goes on: the event above protects it.
-        self._host[self._slot].copy_(torch.tensor(addresses, dtype=torch.int64))
+        self._host[self._slot].copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
         self._device[self._slot].copy_(self._host[self._slot], non_blocking=True)
         if self._device[self._slot].is_cuda:
             event = self._sent[self._slot] = event or torch.cuda.Event()
@@ -288,7 +290,7 @@ class Chunks:
 
 def _send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the values on the device without waiting for it."""
-    host = torch.tensor(values, dtype=dtype)
+    host = torch.tensor(values, dtype=dtype, device="cpu")
     # The pinned tensor may be dropped at once: torch's host allocator keeps its memory until the copy is done.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 

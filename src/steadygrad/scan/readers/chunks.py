@@ -130,7 +130,7 @@ def read_tensor(stored: StoredTensor) -> Tensor:
         if file.readinto(buffer) != stored.num_bytes:
             raise CheckpointError(f"{stored.path} ended while {stored.name} was read. Use another copy.")
     if not buffer:
-        return torch.empty(stored.shape, dtype=stored.dtype)
+        return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=torch.uint8).view(stored.dtype).as_strided(stored.shape, stored.stride)
 
 
