@@ -10,11 +10,11 @@ In turns of 50, pinning slows the plain steps too. On the CPU each variant has i
 to keep freed memory, and all memory is touched beforehand, since what happens otherwise differs from process to process
 by more than what is measured. A turn begins with cold caches, so its length does not divide the hundred steps between
 two scans: otherwise every scan would find cold caches, unlike in a real run. `worst ten` is the slowest stretch of ten
-consecutive steps; a ratio below 1 means that the plain run stalled once itself, as 774M did (one step of 322 ms):
-compare with its median there. Eager training needs most of the host's time, so a host that other programs slow down
-makes some steps late, and with a Guard more of them. `124M eager` was therefore run three times: twice 1000 steps
-beside such a host, as the plain rows show, of which the slower one is here, and 250 steps beside a quiet one (`again`).
-774M was measured a day before the others.
+consecutive steps; a ratio below 1 means that the plain run stalled once itself. Eager training needs most of the host's
+time, so a host that other programs slow down makes some steps late, and with a Guard more of them: `124M eager` is
+shown twice, on a quiet host and beside a busy one, whose plain rows differ as well. The busy host, the compiled 124M
+and the CUDA graphs were measured a day before the others. In the run of 774M, one guarded step of no snapshot or scan
+took 290 ms, which alone makes its worst ten steps.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """
