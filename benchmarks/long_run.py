@@ -8,13 +8,13 @@ steps, snapshot memory is pinned during guarded steps only: the plain steps that
 In turns of 50, pinning slows the plain steps too. On the CPU each variant has its own process, so that one can be
 `steadygrad run`, and a step is timed in CPU seconds of that process, which other programs affect little; glibc is set
 to keep freed memory, and all memory is touched beforehand, since what happens otherwise differs from process to process
-by more than what is measured. A turn begins with cold caches, so its length does not divide the hundred steps between
-two scans: otherwise every scan would find cold caches, unlike in a real run. `worst ten` is the slowest stretch of ten
-consecutive steps; a ratio below 1 means that the plain run stalled once itself. Eager training needs most of the host's
-time, so a host that other programs slow down makes some steps late, and with a Guard more of them: `124M eager` is
-shown twice, on a quiet host and beside a busy one, whose plain rows differ as well. The busy host, the compiled 124M
-and the CUDA graphs were measured a day before the others. In the run of 774M, one guarded step of no snapshot or scan
-took 290 ms, which alone makes its worst ten steps.
+by more than what is measured; the small models are run four times, in new processes. A turn begins with cold caches, so
+its length does not divide the hundred steps between two scans: otherwise every scan would find cold caches, unlike in a
+real run. `worst ten` is the slowest stretch of ten consecutive steps; a ratio below 1 means that the plain run stalled
+once itself. Eager training needs most of the host's time, so a host that other programs slow down makes some steps
+late, and with a Guard more of them: `124M eager` is shown twice, on a quiet host and beside a busy one, whose plain
+rows differ as well. The busy host, the compiled 124M and the CUDA graphs were measured a day before the others. In the
+run of 774M, one guarded step of no snapshot or scan took 290 ms, which alone makes its worst ten steps.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--without WAY] [--quick]
 """
@@ -73,6 +73,8 @@ class Scenario:
     """torch.compile's mode, or None for eager."""
     steps: int = 1000
     quick_steps: int = 100
+    rounds: int = 1
+    """On the CPU: how often all of it is run, in new processes, which differ by more than what is measured."""
 
 
 def make_gpt(name: str, heads: int, context: int) -> Callable[[str], nn.Module]:
@@ -117,8 +119,8 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "774M compiled B=8": Scenario(make_gpt("GPT-2 774M", 20, 1024), make_ids("GPT-2 774M", 8, 1024), "default"),
     },
     "cpu": {
-        "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64)),
-        "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32)),
+        "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64), rounds=4),
+        "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32), rounds=4),
         "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), steps=600, quick_steps=30),
     },
 }
@@ -308,13 +310,28 @@ def touch_memory() -> None:
 
 
 def run_on_cpu(scenario: str, steps: int, without: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return times, findings and memory of each way."""
+    """Return times, findings and memory of each way, of all rounds together."""
+    full = SCENARIOS["cpu"][scenario]
+    rounds = [run_round(scenario, steps, without) for _ in range(full.rounds if steps >= full.steps else 1)]
+    return {
+        title: {
+            "times": [taken for one in rounds for taken in one[title]["times"]],
+            "findings": sorted({kind for one in rounds for kind in one[title]["findings"]}),
+            "host_peak_bytes": max(one[title]["host_peak_bytes"] for one in rounds),
+            "rounds": len(rounds),
+        }
+        for title in rounds[0]
+    }, {}
+
+
+def run_round(scenario: str, steps: int, without: Sequence[str]) -> dict[str, Any]:
+    """Return the same of one process for each way."""
     with tempfile.TemporaryDirectory() as folder:
         children = {title: Child(scenario, title, folder) for title in (*WAYS, RUN) if title not in without}
         for count in list_turns(steps, TURNS["cpu"]):
             for child in children.values():
                 child.ask(str(count))
-        return {title: child.end() for title, child in children.items()}, {}
+        return {title: child.end() for title, child in children.items()}
 
 
 def serve(scenario: Scenario, title: str) -> None:

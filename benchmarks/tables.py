@@ -135,7 +135,8 @@ def render_long_run(results: Results) -> str:
             for way, found in one["ways"].items()
         ]
         header = ["", "mean", "median", "worst ten steps in a row", *(["peak host memory"] if has_memory else [])]
-        steps = f"{one['steps']} steps in turns of {one['turn']}"
+        rounds = max(found.get("rounds", 1) for found in one["ways"].values())
+        steps = f"{one['steps']} steps in turns of {one['turn']}{f', {rounds} times' if rounds > 1 else ''}"
         parts.append(f"**{name}**, {steps}: milliseconds per step\n\n{render_table(header, rows)}")
         if "memory" in one:
             host, device = (one["memory"][f"{where}_peak_bytes"] / 2**30 for where in ("host", "device"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -89,6 +90,14 @@ def test_a_layer_initialised_to_zero_may_pass_no_gradient_for_one_step() -> None
 
     for name in ("vanishing_gradient", "dead_units"):
         assert Severity.WARNING not in severities(findings_of(rule_named(name), facts))
+
+
+def test_parameters_without_elements_get_no_gradient_to_compare() -> None:
+    empty = table([0.0] * 6 + [0.1] * 6)
+    gradients = dataclasses.replace(empty, numels=(0,) * 6 + empty.numels[6:])
+    facts = [reading(step, gradients=gradients) for step in range(60)]
+    assert findings_of(rule_named("vanishing_gradient"), facts) == []
+    assert findings_of(rule_named("vanishing_gradient"), [reading(s, gradients=empty) for s in range(60)]) != []
 
 
 def test_a_gradient_below_the_published_vanishing_threshold_is_an_info() -> None:

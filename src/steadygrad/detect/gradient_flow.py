@@ -72,6 +72,10 @@ class VanishingGradient(Remembering):
             return
         # Runs at every step: a strided slice of one column, because decoding rows costs an object for each parameter
         norms = fact.gradients.cells[0::NUM_COLUMNS]
+        if not all(fact.gradients.numels):  # a parameter without elements has a norm of 0 wherever it stands
+            norms = [norm for norm, numel in zip(norms, fact.gradients.numels) if numel]
+            if not norms:
+                return
         norm, first, last = fact.finite_grad_norm, norms[0], max(norms[-2:])  # the larger of weight and bias
         if self._tiny.is_due(fact.step, 0 < norm < self._config.vanishing_norm):
             yield self._make(Severity.INFO, fact.step, f"gradient norm {norm:.3g}", {"grad_norm": norm})
