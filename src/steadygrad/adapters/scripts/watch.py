@@ -180,7 +180,7 @@ class Watch:
         """Called when that backward is over, with the loss that it began from."""
         self._after_backward.note(("", p) for p in list_parameters(self.optimizer))
         # On a device this waits for the backward, so only once such a step was seen. Ranks measure together or not.
-        if has_many_ranks or not (loss.value.is_cpu or self._reads_losses) or loss.value.isfinite():
+        if has_many_ranks or not (loss.value.is_cpu or self._reads_losses) or math.isfinite(loss.value.item()):
             return
         loss.left_nan = hold_nan(list_parameters(self.optimizer))
 
