@@ -264,12 +264,13 @@ class Session:
         is_inside = torch._C._current_graph_task_id() != -1  # inside another backward, as with activation checkpointing
         if is_loss and not is_inside and self._is_here:
             # vars() of a threading.local is this thread's own dict.
-            self._losses = vars(self._thread).setdefault("losses", Losses())
+            # A name of its own: another thread's backward may set the attribute before this one has noted its loss.
+            losses = self._losses = vars(self._thread).setdefault("losses", Losses())
             watches = self._list_watches_here()
-            if self._losses.are_open and watches and self._ours(_are_cleared, watches):
-                self._losses.forget()
-            self._losses.note(tensors)
-            loss = self._losses.newest
+            if losses.are_open and watches and self._ours(_are_cleared, watches):
+                losses.forget()
+            losses.note(tensors)
+            loss = losses.newest
             for watch in watches:
                 self._ours(watch.note_backward, tensors)
             run(tensors, grad_tensors, *args, **kwargs)
